@@ -56,6 +56,7 @@ def main() -> int:
     spawner = Spawner.start(
         is_warm=config.is_warm and config.entry.kind is not EntryKind.PROGRAM,
         preload=config.preload,
+        framework=config.framework,
         interpreter=config.interpreter,
         search_path=str(Path(config.entry.name).parent) if config.entry.kind is EntryKind.SCRIPT else "",
         cgroups="" if cgroups is None else cgroups.path,
@@ -90,9 +91,10 @@ def _run(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> Agen
 
 
 async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None) -> AgentResult:
-    from dlrover.agent.agent import EXIT_BY_SIGNAL, Agent
+    from dlrover.agent.agent import Agent
     from dlrover.agent.checkpoints.saver import Saver, SaverConfig
-    from dlrover.agent.drain import LastSaves
+    from dlrover.agent.decisions.departure import EXIT_BY_SIGNAL
+    from dlrover.agent.drain import Drain
     from dlrover.agent.failover import Failover
     from dlrover.agent.monitor.collectors import load_collectors
     from dlrover.agent.monitor.progress import WorkerWatch
@@ -146,7 +148,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         )
 
     replicas = _open_replicas(config, saver)
-    last_saves = LastSaves(saver, config.runtime_dir)
+    drain = Drain(saver, config.runtime_dir)
 
     try:
         agent = Agent(
@@ -159,7 +161,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             run_check=CheckTask(config, spawner=spawner, tree=tree),
             on_break=saver.break_point,
             promise=saver.promise,
-            on_leaving=last_saves.announce,
+            on_leaving=drain.announce,
             warm_up=spawner.warm_up,
             exchange=replicas,
             watch=watch,
@@ -172,7 +174,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         saver.report_to(agent.relay)
         result = await agent.run()
         is_hurried = result.exit_code >= EXIT_BY_SIGNAL
-        is_saved = await last_saves.finish(agent.told_to_end, is_hurried=is_hurried)
+        is_saved = await drain.finish(agent.told_to_end, is_hurried=is_hurried)
         if not is_saved and result.exit_code == 0 and agent.signal is not None:
             # Training is done, its last checkpoints are not: whoever stopped us must not take that for success.
             message = f"stopped by {agent.signal.name} before its last checkpoints were written"
@@ -195,7 +197,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
 
 def _open_replicas(config: AgentConfig, saver: Saver) -> ReplicaExchange | None:
     """A job of one node has nobody to exchange snapshots with, and need not import what that takes."""
-    if not config.snapshot_root or config.terms.limits.max_nodes == 1:
+    if not config.snapshot_root or config.terms.limits.max_nodes == 1 or config.framework != "torch":
         return None
     from dlrover.agent.replicas.exchange import open_replicas
 

@@ -129,6 +129,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Unique per launcher start; tells a restarted agent from another node."""
     master_addr: str
     """host:port; IPv6 hosts in brackets."""
+    master_file: str = ""
+    """File with the master's newest address, where it may move to another machine. Empty: it stays at `master_addr`."""
     token_file: str
     """0600 file with the job token; empty: a master that asks for none (loopback only)."""
     runtime_dir: str
@@ -145,7 +147,9 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Python to run scripts with; empty: the one we run under."""
     is_warm: bool = True
     preload: tuple[str, ...] = ()
-    """Modules to import in the zygote beside torch and torch._dynamo."""
+    """Modules to import in the zygote beside those of the framework."""
+    framework: str = "torch"
+    """What the zygote imports: `torch` or `tensorflow`."""
     log: WorkerLogConfig = WorkerLogConfig()
     watch: WatchConfig = WatchConfig()
     tls: TlsConfig | None = None
@@ -195,6 +199,14 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Of the agent's own log on stderr; quiet by default, as torchrun."""
     log_root: LogRoot | None = None
     """Where the log goes beside stderr; None: nowhere."""
+
+    def find_master(self) -> str:
+        """Its newest address. The file appears whole; without one the master is where it was at the start."""
+        try:
+            with open(self.master_file, encoding="ascii") as file:
+                return file.read().strip() or self.master_addr
+        except OSError:
+            return self.master_addr
 
 
 class AgentResult(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ ANNOUNCED = 30.0
 """Seconds for which the mark stands before the saver renews it: far longer than a farewell and closing the channel take."""
 
 
-class LastSaves:
+class Drain:
     """What is left to do when the agent has its result."""
 
     def __init__(self, saver: Saver, runtime_dir: str) -> None:

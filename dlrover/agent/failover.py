@@ -9,36 +9,21 @@ The names are the original's; old import paths lead here.
 from __future__ import annotations
 
 import abc
-import asyncio
-import enum
-import importlib
 import json
 import logging
 import sys
 import time
 from dataclasses import dataclass, field
 
-from dlrover.agent import side_thread
-from dlrover.protocol.messages.fleet import ErrorLevel, NodeExit, ReportNodeError, RestartJob
-from dlrover.protocol.messages.job import AgentCommand, ReportFailure, StopJob
+from dlrover.agent.decisions.strategies import FailoverStrategy, told_after
+from dlrover.host.extensions import NoAnswer, TimedCalls, UnusableExtension, build
+from dlrover.protocol.messages.job import AgentCommand, ReportFailure
 
 log = logging.getLogger("dlrover.agent")
 
 TIME_LIMIT = 5.0
 """Seconds for an answer: the whole job waits for it."""
-GLOBAL_REASON = "USER_FAILOVER_TRIGGER_JOB_RESTART"
-ABORTION_REASON = "USER_FAILOVER_TRIGGER_JOB_ABORTION"
-
-
-class FailoverStrategy(enum.Enum):
-    NORMAL_FAILOVER = "NORMAL_FAILOVER"
-    """As without an extension."""
-    NODE_FAILOVER = "NODE_FAILOVER"
-    """Another node instead of this one."""
-    GLOBAL_FAILOVER = "GLOBAL_FAILOVER"
-    """All workers anew."""
-    ABORTION_FAILOVER = "ABORTION_FAILOVER"
-    """The job ends."""
+MAX_TIMEOUTS = 3
 
 
 @dataclass
@@ -62,21 +47,17 @@ class Failover:
 
     def __init__(self, extension: DynamicAgentFailoverExtension, *, time_limit: float = TIME_LIMIT) -> None:
         self._extension = extension
-        self._time_limit = time_limit
-        self._is_busy = False
+        self._calls = TimedCalls("failover", time_limit=time_limit, max_timeouts=MAX_TIMEOUTS)
 
     @classmethod
     def load(cls, name: str, directory: str = "") -> Failover | None:
         """None, with a warning, for what cannot be used: a job does not fail for want of an extension."""
-        module_name, _, class_name = name.partition("::")
         if directory and directory not in sys.path:
             sys.path.append(directory)
         try:
-            extension = getattr(importlib.import_module(module_name), class_name)()
-            if not isinstance(extension, DynamicAgentFailoverExtension):
-                raise TypeError(f"{class_name} is no DynamicAgentFailoverExtension")
-        except (Exception, SystemExit) as error:  # importing and building run the user's code, which may raise anything
-            log.warning("failover extension %s is left out: %s: %s", name, type(error).__name__, error)
+            extension = build(name, method="get_user_failover_strategy")
+        except UnusableExtension as error:
+            log.warning("failover extension %s is left out: %s", name, error)
             return None
         return cls(extension)
 
@@ -85,47 +66,18 @@ class Failover:
         strategy = await self._ask(_describe(report, node_rank))
         if strategy is not FailoverStrategy.NORMAL_FAILOVER:
             log.warning("the failover extension decides: %s", strategy.value)
-        match strategy:
-            case FailoverStrategy.ABORTION_FAILOVER:
-                return [StopJob(message=ABORTION_REASON)]
-            case FailoverStrategy.GLOBAL_FAILOVER:
-                return [report, RestartJob(reason=GLOBAL_REASON, round=report.round)]
-            case FailoverStrategy.NODE_FAILOVER:
-                wish = ReportNodeError(
-                    node=report.node,
-                    incarnation=report.incarnation,
-                    level=ErrorLevel.NODE,
-                    message="the failover extension wants another node",
-                    exit_reason=NodeExit.DIAGNOSED,
-                )
-                return [report, wish]
-            case _:
-                return [report]
+        return told_after(report, strategy)
 
     async def _ask(self, info: AgentFailureInfo) -> FailoverStrategy:
-        if self._is_busy:
-            return FailoverStrategy.NORMAL_FAILOVER  # an earlier call still runs, and cannot be ended
-        call = side_thread.begin(lambda: self._extension.get_user_failover_strategy(info), "failover")
-        self._is_busy = True
-        call.add_done_callback(self._came_back)
-        done, _ = await asyncio.wait([call], timeout=self._time_limit)
-        if not done:
-            log.warning("the failover extension did not answer within %g s", self._time_limit)
-            return FailoverStrategy.NORMAL_FAILOVER
         try:
-            answer = call.result()
-        except Exception as error:  # an extension may raise anything; then the usual follows
-            log.warning("the failover extension failed: %s: %s", type(error).__name__, error)
+            answer = await self._calls.call(lambda: self._extension.get_user_failover_strategy(info))
+        except NoAnswer as error:
+            log.warning("the failover extension gives no answer: %s", error)
             return FailoverStrategy.NORMAL_FAILOVER
         if not isinstance(answer, FailoverStrategy):
-            log.warning("the failover extension answered %.80r, which is no FailoverStrategy", answer)
+            log.warning("the failover extension must answer with a FailoverStrategy (got %.80r)", answer)
             return FailoverStrategy.NORMAL_FAILOVER
         return answer
-
-    def _came_back(self, call: asyncio.Future[FailoverStrategy]) -> None:
-        self._is_busy = False
-        if not call.cancelled():
-            call.exception()  # told above, or too late to be told
 
 
 def _describe(report: ReportFailure, node_rank: int) -> AgentFailureInfo:

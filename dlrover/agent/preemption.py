@@ -5,27 +5,21 @@ Clouds and schedulers announce a preemption in many ways; a file is what every s
 kernel tells when something in its directory changes (inotify), so nobody looks again and again. There is a slow look all
 the same: a file made on another machine of a network file system is told to nobody, and a directory that does not exist
 yet cannot be watched.
-
-inotify is called through the C library, because the standard library has no interface to it and its three calls are not
-worth a dependency.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import errno
 import logging
 import os
+
+from dlrover.host import inotify
 
 log = logging.getLogger("dlrover.agent")
 
 SLOW_LOOK = 5.0
 """Seconds between two looks that nobody asked for. A preemption notice comes at least half a minute ahead."""
-
-_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE, _IN_ATTRIB = 0x2, 0x80, 0x100, 0x4
-_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
 
 
 async def wait_for_notice(path: str, *, slow_look: float = SLOW_LOOK) -> None:
@@ -55,17 +49,8 @@ async def wait_for_notice(path: str, *, slow_look: float = SLOW_LOOK) -> None:
 
 def _watch(directory: str, changed: asyncio.Event) -> int:
     """Set the event whenever something appears in the directory. Raises OSError where that cannot be had."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "inotify_init1"):
-        raise OSError(errno.ENOSYS, "this C library has no inotify")
-    descriptor: int = library.inotify_init1(_FLAGS)
-    if descriptor < 0:
-        raise _last_error()
-    mask = _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE | _IN_ATTRIB
-    if library.inotify_add_watch(descriptor, os.fsencode(directory), mask) < 0:
-        error = _last_error()
-        os.close(descriptor)
-        raise error
+    mask = inotify.MODIFIED | inotify.MOVED_IN | inotify.CREATED | inotify.ATTRIBUTES
+    descriptor = inotify.watch(directory, mask)
 
     def read() -> None:
         with contextlib.suppress(BlockingIOError):
@@ -74,8 +59,3 @@ def _watch(directory: str, changed: asyncio.Event) -> int:
 
     asyncio.get_running_loop().add_reader(descriptor, read)
     return descriptor
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))

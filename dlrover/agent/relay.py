@@ -15,8 +15,10 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import AnyCheckpointCommand, AwaitSaveDuties
+from dlrover.protocol.messages.cluster import AnyClusterCommand
 from dlrover.protocol.messages.data import AnyDataCommand
 from dlrover.protocol.messages.fleet import ReportNodeError
 from dlrover.protocol.messages.job import (
@@ -47,6 +49,7 @@ _Named = (
     AnyKvCommand
     | AnySyncCommand
     | AnyDataCommand
+    | AnyClusterCommand
     | AnyCheckpointCommand
     | BlockRendezvous
     | UnblockRendezvous
@@ -127,9 +130,9 @@ class Relay:
             return await self._send(request, end_at)
         except Rejected as error:
             # It was refused before, and the answer lost with the stream: had it been applied, its reply would be stored.
-            was_refused = error.code == "too-old"
+            was_refused = error.code == ErrorCode.TOO_OLD
             # The same life under another number: a master without its journal has numbered the nodes anew.
-            is_renamed = error.code == "wrong-sender" and self._is_renamed(former)
+            is_renamed = error.code == ErrorCode.WRONG_SENDER and self._is_renamed(former)
             if not was_refused and not is_renamed:
                 raise
             return await self._send(request, end_at)

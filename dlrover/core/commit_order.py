@@ -21,7 +21,8 @@ from msgspec.structs import replace
 
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Origin, Outcome
-from dlrover.protocol.errors import DLRoverError, Rejected
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import DLRoverError, Rejected, malformed
 from dlrover.protocol.messages.job import (
     MAX_JOURNALLED_FAILURE_BYTES,
     BlockRendezvous,
@@ -57,7 +58,9 @@ class BrokenQuestion(Rejected):
     """The core itself failed on a question. Nothing has changed; the cause says why."""
 
     def __init__(self, query: Query) -> None:
-        super().__init__(f"{type(query).__name__} cannot be answered: an error of the master's.", code="internal")
+        super().__init__(
+            f"{type(query).__name__} cannot be answered: an error of the master's.", code=ErrorCode.INTERNAL
+        )
 
 
 class JournalCorrupt(DLRoverError):
@@ -215,7 +218,7 @@ class CommitSequence:
             record = Record(number=number, now=now, master_epoch=self._master_epoch, origin=origin, command=command)
             return record, _ENCODER.encode(record)
         except UNENCODABLE as error:
-            raise Rejected(f"{type(command).__name__} cannot be written: {error}.", code="malformed") from error
+            raise malformed(f"{type(command).__name__} cannot be written: {error}.") from error
 
     def _is_digest_due(self) -> bool:
         if not self._records or self._is_faulty or self._next_batch % self._digest_every:

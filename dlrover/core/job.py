@@ -9,31 +9,23 @@ checked first and applied whole, or `Rejected` and nothing has changed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container
 
 import msgspec
 from msgspec.structs import replace
 
-from dlrover.core.check import commands as check_commands
-from dlrover.core.checkpoints import commits
 from dlrover.core.checkpoints.peer_directory import PeerDirectory
-from dlrover.core.commands import HANDLERS, check_sender
-from dlrover.core.data import commands as data_commands
-from dlrover.core.data import progress as data_progress
-from dlrover.core.deadlines import next_deadline, passed_deadlines
-from dlrover.core.decision import Course
-from dlrover.core.exchange import kv_store, sync_points
-from dlrover.core.fleet import commands as fleet_commands
+from dlrover.core.decision import Decision
 from dlrover.core.goodput.report import fault_of, goodput_status
-from dlrover.core.membership.nodes import Node, NodeLife
-from dlrover.core.membership.waiting import pending, standby, suspects
+from dlrover.core.membership.waiting import suspects
 from dlrover.core.outcome import NotYet, Origin, Outcome
+from dlrover.core.reactions import ANSWERS, HANDLERS, TABLES, decide, next_deadline, passed_deadlines
+from dlrover.core.replay_guard import check_sender
 from dlrover.core.state import DECISION_VERSION, JobState
+from dlrover.core.status import job_status
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.check import CheckResult
 from dlrover.protocol.messages.goodput import AskFault, AskGoodput, GoodputStatus
 from dlrover.protocol.messages.job import (
-    STANDBY,
     AskStatus,
     Attached,
     Command,
@@ -42,10 +34,8 @@ from dlrover.protocol.messages.job import (
     Detection,
     JobEnd,
     JobStatus,
-    Limits,
     Micros,
     NodeId,
-    NodeStatus,
     Ping,
     Pong,
     Query,
@@ -73,22 +63,21 @@ class Job:
         if answered is not None:
             return Outcome(answered)
         check_sender(command, origin)
-        state.senders.check_room(command, origin)
-        course = Course(state, now)
-        reply = HANDLERS[type(command)](command, course)
+        state.replay_guard.check_room(command, origin)
+        decision = Decision.begin(state, now, TABLES)
+        reply = decide(command, decision)
         state.number += 1
         state.now = now
-        course.tell_nodes()
         if isinstance(reply, Attached):
             reply = replace(reply, desired=state.nodes.live[reply.node].desired)
-        state.senders.store(origin, reply)
-        if course.verdicts:
-            state.verdict = course.verdicts[-1]
-        return Outcome(reply, tuple(course.effects), tuple(course.verdicts))
+        state.replay_guard.store(origin, reply)
+        if decision.verdicts:
+            state.verdict = decision.verdicts[-1]
+        return Outcome(reply, tuple(decision.effects), tuple(decision.verdicts))
 
     def answered(self, origin: Origin | None) -> Reply | None:
-        """The reply of a command that was applied before; None for a new one. May raise `Rejected` (`Senders`)."""
-        return self._state.senders.answered(origin)
+        """The reply of a command that was applied before; None for a new one. May raise `Rejected` (`ReplayGuard`)."""
+        return self._state.replay_guard.answered(origin)
 
     def ask(self, query: Query) -> Reply | NotYet:
         """Answer a question. May raise `Rejected`."""
@@ -106,7 +95,7 @@ class Job:
             case AskDiagnosis():
                 return Diagnosis()  # what is watched is no part of the job; the shell knows
             case _:
-                return _ANSWERS[type(query)](query, self._state)
+                return ANSWERS[type(query)](query, self._state)
 
     def due(self, now: Micros) -> list[DeadlinePassed]:
         """The deadlines that have passed, as commands to apply. Asking changes nothing."""
@@ -120,7 +109,7 @@ class Job:
         nodes = self._state.nodes
         found = nodes.live.get(node) or next((former for former in nodes.former.values() if former.id == node), None)
         if found is None:
-            raise Rejected(f"Node {node} is not part of the job any more.", code="stale-incarnation")
+            raise Rejected(f"Node {node} is not part of the job any more.", code=ErrorCode.STALE_INCARNATION)
         return found.desired
 
     def is_connected(self, node: NodeId) -> bool:
@@ -139,51 +128,15 @@ class Job:
         return self._state.detection
 
     def status(self) -> JobStatus:
-        state = self._state
-        world = state.rendezvous.world
-        limits = Limits() if state.terms is None else state.terms.limits
-        incident = state.restarts.incident
-        warm, too_many = self._bystanders()
-        return JobStatus(
-            job_name=state.job_name,
-            user=state.user,
-            stage=state.stage,
-            master_epoch=state.master_epoch,
-            round=state.rendezvous.round,
-            world_size=0 if world is None else world.world_size,
-            num_restarts=state.restarts.num_restarts,
-            verdict=self._why(),
-            nodes=tuple(self._node_status(node, warm, too_many) for node in state.nodes.in_rank_order()),
-            end=state.end,
-            min_nodes=limits.min_nodes,
-            max_nodes=limits.max_nodes,
-            limits_version=state.limits_version,
-            num_standby=len(warm),
-            num_pending=len(too_many),
-            distinct_failures=() if incident is None else tuple(incident.distinct),
-            fleet=() if state.fleet is None else state.fleet.status(),
-            shortage="" if state.fleet is None else state.fleet.verdict,
-            digest=self.digest().hex(),
-            checkpoints=state.checkpoints.status(),
-            pre_check=state.pre_check.status(),
-            datasets=data_progress.progress(state.data),
-        )
+        return job_status(self._state, self.digest().hex())
 
     def goodput(self, now: Micros) -> GoodputStatus:
         """Where the time went up to now, which is not before the last command."""
         return goodput_status(self._state, now)
 
-    def _why(self) -> str:
-        """The last that was said, and behind it what an open round waits for, unless that was the last."""
-        state = self._state
-        if state.rendezvous.opening is None or state.end is not None:
-            return state.verdict or "No node has attached yet."
-        awaited = check_commands.describe(state) or state.rendezvous.verdict
-        return state.verdict if awaited in state.verdict else f"{state.verdict} {awaited}".lstrip()
-
     def digest(self) -> bytes:
         """16 bytes that differ when anything in the state differs. Stored values and answers count by their history."""
-        outline = replace(self._state, kv=self._state.kv.outline(), senders=self._state.senders.outline())
+        outline = replace(self._state, kv=self._state.kv.outline(), replay_guard=self._state.replay_guard.outline())
         return hashlib.blake2b(_ENCODER.encode(outline), digest_size=16).digest()
 
     def encode(self) -> bytes:
@@ -225,52 +178,6 @@ class Job:
         """For tests, invariants and the simulator: read only."""
         return self._state
 
-    def _bystanders(self) -> tuple[dict[NodeId, None], dict[NodeId, None]]:
-        """Who waits beside an active world on purpose, and who is too many."""
-        state = self._state
-        if not state.rendezvous.is_active:
-            return {}, {}
-        return dict.fromkeys(standby(state)), dict.fromkeys(pending(state))
-
-    def _node_status(self, node: Node, warm: Container[NodeId], too_many: Container[NodeId]) -> NodeStatus:
-        status: str = node.life.value
-        if node.life is NodeLife.ALIVE and not self.is_connected(node.id):
-            status = "disconnected"
-        elif node.life is NodeLife.ALIVE and node.dismissed is not None:
-            status = "leaving"
-        elif node.life is NodeLife.ALIVE and node.finished_round:
-            status = "finished"
-        elif node.id in warm:
-            status = STANDBY
-        elif node.id in too_many:
-            status = "pending"
-        group_rank, num_workers = self._state.rendezvous.place_of(node.id)
-        return NodeStatus(
-            node=node.id,
-            node_rank=node.rank,
-            incarnation=node.incarnation,
-            name=node.name,
-            host=node.host,
-            status=status,
-            wish=type(node.desired.wish).__name__.lower(),
-            step=node.step,
-            check=self._check_result(node),
-            group_rank=group_rank,
-            local_world_size=num_workers,
-        )
-
-    def _check_result(self, node: Node) -> CheckResult | None:
-        result = self._state.check.results.get(node.rank)
-        return result if result is not None and result.node == node.id else None
-
-
-_ANSWERS = {
-    **fleet_commands.ANSWERS,
-    **kv_store.ANSWERS,
-    **sync_points.ANSWERS,
-    **commits.ANSWERS,
-    **data_commands.ANSWERS,
-}
 
 # msgspec's order="deterministic" takes dicts with str keys only, and ours are keyed by ids. It would also hide the
 # order in which a dict grew, which is state as well: the same commands give the same order, and decoding keeps it.

@@ -4,20 +4,14 @@ One turn of the job, seen from outside: who sent the command, and what came out 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from msgspec import Struct
 
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.job import Effect, Incarnation, NodeId, Reply
-
-MICROS_PER_SECOND = 1_000_000
-
-_LONGEST = 1e9
-"""Seconds. Users may give infinity for a timeout; integers cannot hold it, thirty years are as good."""
-
-
-def micros(seconds: float) -> int:
-    """A duration in the unit of the master's clock."""
-    return round(min(seconds, _LONGEST) * MICROS_PER_SECOND)
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND as MICROS_PER_SECOND
+from dlrover.protocol.messages.identity import micros as micros
+from dlrover.protocol.messages.job import DeadlineKind, Effect, Incarnation, Micros, NodeId, Reply
 
 
 class Origin(Struct, frozen=True):
@@ -29,6 +23,15 @@ class Origin(Struct, frozen=True):
     """Grows from 1 within an incarnation; 0 marks a command that may be repeated at will (`Attach`)."""
     answered: int = 0
     """The sender waits for no answer up to this number any more: they need not be stored."""
+
+
+class Deadline(NamedTuple):
+    """When time alone changes something. Computed anew whenever somebody asks, so there is nothing to cancel."""
+
+    at: Micros
+    kind: DeadlineKind
+    id: int
+    """What it belongs to: a round, a node id."""
 
 
 class NotYet(Struct, frozen=True):

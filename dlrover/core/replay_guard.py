@@ -1,5 +1,5 @@
 """
-Senders: a command that arrives twice is applied once.
+The replay guard: a command that arrives twice is applied once.
 
 After a broken stream an agent sends again whatever was not answered, and cannot know whether it was applied. Each
 sender numbers its commands; the job remembers per sender how far it got and what it answered last, as part of its own
@@ -12,13 +12,15 @@ values they are hashed once, into a digest of all that was ever remembered.
 from __future__ import annotations
 
 import hashlib
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
 
 from dlrover.core.outcome import Origin
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.job import Command, Incarnation, NodeId, Reply
+from dlrover.protocol.messages.job import Command, Incarnation, NodeDisconnected, NodeId, NodeSilent, Reply
 from dlrover.protocol.messages.kv import MAX_VALUE_BYTES, KvCompareSet, KvPop, KvValues
 
 NUM_STORED_REPLIES = 64
@@ -37,14 +39,14 @@ class Sender(Struct):
     """The newest ones, by sequence number."""
 
 
-class Senders(Struct):
+class ReplayGuard(Struct):
     by_node: dict[NodeId, Sender] = {}
     history: bytes = b""
     """Digest of all changes so far."""
 
-    def outline(self) -> Senders:
+    def outline(self) -> ReplayGuard:
         """What stands for the senders in the digest of the job."""
-        return Senders(history=self.history)
+        return ReplayGuard(history=self.history)
 
     def begin(self, node: NodeId, incarnation: Incarnation) -> None:
         """A new life counts from 1 again."""
@@ -66,7 +68,7 @@ class Senders(Struct):
         if sender is None or origin.incarnation != sender.incarnation:
             raise Rejected(
                 f"Incarnation {origin.incarnation} of node {origin.node} is over; its commands count no more.",
-                code="stale-incarnation",
+                code=ErrorCode.STALE_INCARNATION,
             )
         if origin.sequence > sender.highest:
             return None
@@ -75,7 +77,7 @@ class Senders(Struct):
             raise Rejected(
                 f"Command {origin.sequence} of node {origin.node} comes after command {sender.highest} was applied, "
                 f"and is not among the last {NUM_STORED_REPLIES} answered ones.",
-                code="too-old",
+                code=ErrorCode.TOO_OLD,
             )
         return reply
 
@@ -89,7 +91,7 @@ class Senders(Struct):
             raise Rejected(
                 f"Node {origin.node} has {size_bytes} bytes of answers under way, and {MAX_UNHEARD_BYTES} may be. Nothing "
                 "changed; try again when they have come.",
-                code="kv-busy",
+                code=ErrorCode.KV_BUSY,
             )
 
     def store(self, origin: Origin | None, reply: Reply) -> None:
@@ -108,4 +110,23 @@ class Senders(Struct):
         self.history = hashlib.blake2b(self.history + _ENCODER.encode(change), digest_size=16).digest()
 
 
+def check_sender(command: Any, origin: Origin | None) -> None:
+    """What a command says of its node must be what the stream says of its sender."""
+    if origin is None or type(command) not in _FROM_A_NODE:
+        return
+    if (command.node, command.incarnation) != (origin.node, origin.incarnation):
+        raise Rejected(
+            f"Node {origin.node} in incarnation {origin.incarnation} may not speak for node {command.node} in "
+            f"incarnation {command.incarnation}.",
+            code=ErrorCode.WRONG_SENDER,
+        )
+
+
 _ENCODER = msgspec.msgpack.Encoder()
+_TOLD_BY_THE_SHELL = (NodeDisconnected, NodeSilent)
+_FROM_A_NODE = {
+    kind: None
+    for kind in get_args(Command)
+    if kind not in _TOLD_BY_THE_SHELL and {"node", "incarnation"}.issubset(kind.__struct_fields__)
+}
+"""Commands that name the node which sends them."""

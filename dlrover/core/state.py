@@ -10,22 +10,23 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from dlrover.core.check.pre_check import PreCheck
-from dlrover.core.check.state import NodeCheck
-from dlrover.core.checkpoints.commits import Checkpoints
+from dlrover.core.check.state import NodeCheck, PreCheck
+from dlrover.core.checkpoints.state import Checkpoints
+from dlrover.core.clusters.cluster import Cluster
 from dlrover.core.data.books import DataBooks
 from dlrover.core.exchange.kv_store import KvStore
 from dlrover.core.exchange.sync_points import SyncPoints
-from dlrover.core.failures.blame import Restarts
-from dlrover.core.failures.hangs import Hangs
+from dlrover.core.failures.blame import Hangs, Restarts
 from dlrover.core.fleet.fleet import Fleet
 from dlrover.core.goodput.accountant import Goodput
 from dlrover.core.membership.nodes import Nodes
 from dlrover.core.membership.rendezvous import Rendezvous
-from dlrover.core.replay_guard import Senders
+from dlrover.core.replay_guard import ReplayGuard
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import Detection, JobEnd, JobTerms, Micros, Stage
 
-DECISION_VERSION = 14
+DECISION_VERSION = 16
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 
@@ -57,7 +58,7 @@ class JobState(Struct, kw_only=True):
     nodes: Nodes = msgspec.field(default_factory=Nodes)
     rendezvous: Rendezvous = msgspec.field(default_factory=Rendezvous)
     restarts: Restarts = msgspec.field(default_factory=Restarts)
-    senders: Senders = msgspec.field(default_factory=Senders)
+    replay_guard: ReplayGuard = msgspec.field(default_factory=ReplayGuard, name="senders")
     kv: KvStore = msgspec.field(default_factory=KvStore)
     sync: SyncPoints = msgspec.field(default_factory=SyncPoints)
     check: NodeCheck = msgspec.field(default_factory=NodeCheck)
@@ -66,6 +67,8 @@ class JobState(Struct, kw_only=True):
     goodput: Goodput = msgspec.field(default_factory=Goodput)
     hangs: Hangs = msgspec.field(default_factory=Hangs)
     pre_check: PreCheck = msgspec.field(default_factory=PreCheck)
+    cluster: Cluster | None = None
+    """None: the workers form a world."""
     fleet: Fleet | None = None
     """None: people start the nodes by hand."""
 
@@ -73,3 +76,15 @@ class JobState(Struct, kw_only=True):
     def detection(self) -> Detection:
         """Before the first node has come nobody can be lost."""
         return Detection() if self.terms is None else self.terms.detection
+
+    def check_running(self) -> None:
+        """Raises `Rejected` when the job has ended."""
+        if self.end is not None:
+            raise Rejected(f"The job has ended: {self.end.message}", code=ErrorCode.JOB_ENDED)
+
+    def enter_running(self) -> None:
+        """A suspended job may train, it only launches nothing: it is running when it is resumed."""
+        if self.fleet is not None and self.fleet.is_suspended:
+            self.fleet.suspended_from = Stage.RUNNING
+        else:
+            self.stage = Stage.RUNNING

@@ -1,12 +1,12 @@
 """
 Between the job and its platform: carries out what the job asks for, and tells it what the platform shows.
 
-Effects come from the desk when they are durable. Each node has a lane of its own, in which only the newest intent counts:
+Effects come from the loop when they are durable. Each node has a lane of its own, in which only the newest intent counts:
 a removal makes a launch pointless, and an intent that the platform does not take now is tried again, later and later,
 until it does or the job changes its mind (its pending timeout removes a node that never comes: that is the limit). No
-lane waits for another, and the desk waits for none of them.
+lane waits for another, and the loop waits for none of them.
 
-What the platform shows goes to the desk in order. If anything is lost on the way (the line to the platform, a command that
+What the platform shows goes to the loop in order. If anything is lost on the way (the line to the platform, a command that
 could not be written) the watch begins anew, and so with a full list: the list repairs whatever was missed.
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
-from dlrover.platforms.base import Intent, Platform, StaleMaster
+from dlrover.platforms.base import Intent, LaunchNotTaken, Platform, StaleMaster
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import DefineFleet, FleetSpec, LaunchNode, LaunchRefused, NodeChanged, NodesListed
 from dlrover.protocol.messages.identity import PlatformId
@@ -34,17 +34,21 @@ log = logging.getLogger(__name__)
 
 FleetWord = DefineFleet | NodesListed | NodeChanged | LaunchRefused
 Tell = Callable[[FleetWord], "asyncio.Future[Reply]"]
-"""To the desk; the future is done when the command is durable, and fails with Unavailable or Rejected."""
+"""To the loop; the future is done when the command is durable, and fails with Unavailable or Rejected."""
 
 
 class PlatformPatience(NamedTuple):
-    """Seconds that the keeper gives to the platform."""
+    """Seconds that the driver gives to the platform."""
 
     call: float = 30.0
     """For one call: a platform that hangs holds up one lane, not the job."""
     first_pause: float = 0.5
     longest_pause: float = 30.0
     """Between two attempts, before jitter."""
+    out_of_reach: float = 8.0
+    """The same for a platform that cannot be reached: it may be back at any moment, and the first intent must not wait."""
+    longest_request: float = 60.0
+    """A platform may ask to be left alone for so long (`retry_after`)."""
     repetition: float = REFUSAL_COUNTS / 2
     """Between two words about the same refusal: the job takes one for outdated after twice that time."""
     watch: float = 300.0
@@ -56,6 +60,13 @@ class PlatformPatience(NamedTuple):
 PATIENCE = PlatformPatience()
 MAX_CALLS = 32
 """At the same time: a thousand launches must not bury the platform's server."""
+
+
+class _Pause(NamedTuple):
+    """How long to wait for the next attempt."""
+
+    at_least: float = 0.0
+    at_most: float = 0.0
 
 
 @dataclass(eq=False)
@@ -70,8 +81,8 @@ class _Lane:
     task: asyncio.Task[None] | None = None
 
 
-class FleetKeeper:
-    """Built by the service; `run` is its task, `take` is called by the desk."""
+class PlatformDriver:
+    """Built by the service; `run` is its task, `take` is called by the loop."""
 
     def __init__(
         self,
@@ -123,37 +134,43 @@ class FleetKeeper:
         pause = self._patience.first_pause
         while (intent := lane.intent) is not None:
             lane.changed.clear()
-            is_done = await self._attempt(lane, intent)
+            again = await self._attempt(lane, intent)
             if lane.intent is not intent:
                 pause = self._patience.first_pause
-            elif is_done:
+            elif again is None:
                 lane.intent = None
             else:
+                pause = min(pause, again.at_most)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
+                    async with asyncio.timeout(again.at_least + pause * random.uniform(0.5, 1.0)):
                         await lane.changed.wait()
-                pause = min(2 * pause, self._patience.longest_pause)
+                pause = min(2 * pause, again.at_most)
         del self._lanes[node]
 
-    async def _attempt(self, lane: _Lane, intent: Intent) -> bool:
-        """Whether nothing more is to be done about it."""
+    async def _attempt(self, lane: _Lane, intent: Intent) -> _Pause | None:
+        """When to try again; None: nothing more is to be done about it."""
+        refused = _Pause(at_most=self._patience.longest_pause)
         try:
             async with self._calls, asyncio.timeout(self._patience.call):
                 await self._platform.apply(intent)
         except StaleMaster as error:
             # The journal's fence ends this master as soon as it writes; until then it must only keep still.
             log.warning("an intent came too late: %s", error)
-            return True
+            return None
         except Rejected as error:
             log.error("the platform refuses an intent for good node=%s reason=%s", intent.name, error)
             self._tell_refusal(lane, intent, str(error))
-            return True
+            return None
+        except LaunchNotTaken as error:
+            self._tell_refusal(lane, intent, str(error))
+            return refused
         except Unavailable as error:
             self._tell_refusal(lane, intent, str(error))
-            return False
+            asked = min(error.retry_after or 0.0, self._patience.longest_request)
+            return _Pause(asked, self._patience.out_of_reach)
         except TimeoutError:
             self._tell_refusal(lane, intent, f"The platform did not answer within {self._patience.call:g} s.")
-            return False
+            return _Pause(at_most=self._patience.out_of_reach)
         except (
             Exception
         ) as error:  # an extension may raise anything; a lane that ends with it would never be driven again
@@ -161,9 +178,9 @@ class FleetKeeper:
             if reason != lane.told:
                 log.exception("the platform broke on an intent node=%s", intent.name)
             self._tell_refusal(lane, intent, reason)
-            return False
+            return refused
         log.info("platform took intent=%s node=%s", type(intent).__name__, intent.name)
-        return True
+        return None
 
     def _tell_refusal(self, lane: _Lane, intent: Intent, reason: str) -> None:
         """For each change of the reason, and now and then because it still holds: the attempts themselves are no news."""
@@ -253,4 +270,4 @@ class FleetKeeper:
             if isinstance(word, LaunchRefused) and word.node in self._lanes:
                 self._lanes[word.node].told = ""  # tell it again with the next attempt
         else:
-            assert error is None, f"the desk answers with nothing else: {error!r}"
+            assert error is None, f"the loop answers with nothing else: {error!r}"

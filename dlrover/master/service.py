@@ -17,27 +17,28 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end, tell_goodput
-from dlrover.master.diagnosis.driver import WatchKeeper
+from dlrover.master.diagnosis.driver import WatchDriver
 from dlrover.master.diagnosis.plugins import UserDiagnosticians
 from dlrover.master.diagnosis.pre_check_runner import PreCheckRunner, whole_limit
 from dlrover.master.diagnosis.pre_checks import load_operators, parse_operators
+from dlrover.master.job_glances import JobGlances
 from dlrover.master.journal.journal_thread import JournalThread
-from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.loop import MasterLoop
-from dlrover.master.platform_driver import PATIENCE, FleetKeeper
+from dlrover.master.platform_driver import PATIENCE, PlatformDriver
 from dlrover.master.topology_plugins import TopologyPlugins
 from dlrover.master.view.bookkeeper import Bookkeeper
 from dlrover.master.view.event_reporters import build_reporters
 from dlrover.master.view.events import EventLog, events_file
-from dlrover.platforms.base import Platform
+from dlrover.platforms.base import Platform, ShowsJobs
 from dlrover.platforms.registry import build_platform
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.job import StopJob
 from dlrover.protocol.rpc.server import MasterServer
 
 if TYPE_CHECKING:
-    from dlrover.master.view.views import Observatory
+    from dlrover.master.view_servers import ViewServers
 
 log = logging.getLogger(__name__)
 
@@ -62,22 +63,24 @@ async def serve(config: MasterConfig) -> int:
     reporters = build_reporters(config.event_reporters)
     server = MasterServer(token=token, tls=config.tls)
     port = server.bind(config.host, config.port)
-    keeper = await JournalThread.open(Path(config.journal), job_name=config.job_name)
-    job = await keeper.restore()
+    journal_thread = await JournalThread.open(Path(config.journal), job_name=config.job_name)
+    job = await journal_thread.restore()
     events = EventLog(Path(config.events_file) if config.events_file else events_file(Path(config.journal)), reporters)
     books = Bookkeeper(events)
     clock = MasterClock(job.now)
-    desk = MasterLoop(keeper, job, clock, job_name=config.job_name, user=config.user, topology=topology, books=books)
-    fleet = None if platform is None else _fleet_keeper(config, platform, desk)
-    observatory = _observatory(config, desk, keeper, token)
-    await desk.begin(keeper.master_epoch)
-    pre_check = _pre_check(config, desk, events)
+    master_loop = MasterLoop(
+        journal_thread, job, clock, job_name=config.job_name, user=config.user, topology=topology, books=books
+    )
+    fleet = None if platform is None else _platform_driver(config, platform, master_loop)
+    view_servers = _view_servers(config, master_loop, journal_thread, token)
+    await master_loop.begin(journal_thread.master_epoch)
+    pre_check = _pre_check(config, master_loop, events)
     pre_check.begin()
-    await server.start(desk, num_expected=job.num_nodes())
-    working = asyncio.ensure_future(desk.run())
+    await server.start(master_loop, num_expected=job.num_nodes())
+    working = asyncio.ensure_future(master_loop.run())
     telling = asyncio.ensure_future(events.run())
-    watch = WatchKeeper(
-        desk,
+    watch = WatchDriver(
+        master_loop,
         clock,
         job_name=config.job_name,
         directory=Path(config.reports) if config.reports else Path(config.journal).parent,
@@ -86,39 +89,43 @@ async def serve(config: MasterConfig) -> int:
     )
     keeping = [asyncio.ensure_future(watch.run()), asyncio.ensure_future(_for_good(pre_check.run()))]
     keeping += [] if fleet is None else [asyncio.ensure_future(fleet.run())]
+    glances = JobGlances(platform, master_loop.ask) if isinstance(platform, ShowsJobs) else None
+    keeping += [] if glances is None else [asyncio.ensure_future(glances.run())]
     stopping: list[asyncio.Future[None]] = []
-    loop.add_signal_handler(signal.SIGUSR1, lambda: stopping.append(asyncio.ensure_future(end_job(desk))))
-    ready = Ready(port=port, pid=os.getpid(), master_epoch=keeper.master_epoch)
-    if observatory is not None:
-        await observatory.start()
-        desk.dashboard = observatory.link
-        ready = replace(ready, dashboard=observatory.dashboard, metrics=observatory.metrics)
+    loop.add_signal_handler(signal.SIGUSR1, lambda: stopping.append(asyncio.ensure_future(end_job(master_loop))))
+    ready = Ready(port=port, pid=os.getpid(), master_epoch=journal_thread.master_epoch)
+    if view_servers is not None:
+        await view_servers.start()
+        master_loop.listeners.dashboard = view_servers.link
+        ready = replace(ready, dashboard=view_servers.dashboard, metrics=view_servers.metrics)
     announce(config, ready)
     log.info(
         "serving job=%s address=%s port=%d master_epoch=%d journal=%s token=%s tls=%s",
         config.job_name,
         config.host,
         port,
-        keeper.master_epoch,
+        journal_thread.master_epoch,
         config.journal,
         "yes" if token else "no (loopback only; DLROVER_JOB_TOKEN or a token file allows more)",
         "no" if config.tls is None else "mutual" if config.tls.ca else "yes",
     )
-    waited: list[asyncio.Future[Any]] = [working, stopped, desk.finished, *keeping]
+    waited: list[asyncio.Future[Any]] = [working, stopped, master_loop.finished, *keeping]
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     for task in keeping:
         if task.done():
             task.result()  # it never ends by itself: a bug, which ends the process
         task.cancel()
-    if working.done() and not desk.finished.done():
+    if working.done() and not master_loop.finished.done():
         # Fenced, or the journal is lost: say nothing more to anybody, the process ends at once.
         working.result()
-    if desk.finished.done():
-        _tell_end(config, desk)
+    if master_loop.finished.done():
+        _tell_end(config, master_loop)
         if fleet is not None:
             await fleet.drain()
-    if observatory is not None:
-        await observatory.stop()
+        if glances is not None:
+            await glances.show()
+    if view_servers is not None:
+        await view_servers.stop()
     # Nothing is decided any more: that our own going closes the streams says nothing about the nodes.
     working.cancel()
     telling.cancel()
@@ -126,9 +133,9 @@ async def serve(config: MasterConfig) -> int:
     await server.stop()
     if platform is not None:
         await _close(platform)
-    await keeper.close()
-    if desk.finished.done():
-        end = desk.finished.result()
+    await journal_thread.close()
+    if master_loop.finished.done():
+        end = master_loop.finished.result()
         log.info("job over reason=%s exit_code=%d message=%s", end.reason, end.exit_code, end.message)
         return end.exit_code
     log.info("stopped signal=%s", signal.Signals(stopped.result()).name)
@@ -144,20 +151,20 @@ def _platform(config: MasterConfig) -> Platform | None:
     return build_platform(config.platform, job_uid=config.job_uid or config.job_name, options=config.platform_options)
 
 
-def _fleet_keeper(config: MasterConfig, platform: Platform, desk: MasterLoop) -> FleetKeeper:
+def _platform_driver(config: MasterConfig, platform: Platform, master_loop: MasterLoop) -> PlatformDriver:
     assert config.fleet is not None, "checked where the platform was built"
     environ = {"DLROVER_EXTENSION_DYNAMIC_FAILOVER": config.failover_extension} if config.failover_extension else {}
-    fleet = FleetKeeper(platform, config.fleet, desk.tell, environ=environ)
-    desk.on_intent = fleet.take
+    fleet = PlatformDriver(platform, config.fleet, master_loop.tell, environ=environ)
+    master_loop.listeners.on_intent = fleet.take
     log.info("platform=%s capabilities=%s", config.platform, platform.capabilities)
     return fleet
 
 
-def _pre_check(config: MasterConfig, desk: MasterLoop, events: EventLog) -> PreCheckRunner:
+def _pre_check(config: MasterConfig, master_loop: MasterLoop, events: EventLog) -> PreCheckRunner:
     operators = load_operators(parse_operators(config.pre_check_ops))
     patience = 0.0 if config.fleet is None else config.fleet.pending_timeout
     return PreCheckRunner(
-        desk, operators, limit=whole_limit(patience), tell=events.add, has_platform=config.fleet is not None
+        master_loop, operators, limit=whole_limit(patience), tell=events.add, has_platform=config.fleet is not None
     )
 
 
@@ -176,21 +183,23 @@ async def _for_good(work: Coroutine[Any, Any, None]) -> None:
     await asyncio.Event().wait()
 
 
-def _observatory(config: MasterConfig, desk: MasterLoop, keeper: JournalThread, token: str) -> Observatory | None:
+def _view_servers(
+    config: MasterConfig, master_loop: MasterLoop, journal_thread: JournalThread, token: str
+) -> ViewServers | None:
     """None: nobody wants to watch. Raises ConfigError."""
     if config.dashboard_port < 0 and config.metrics_port < 0:
         return None
     if not token:
         raise ConfigError("A dashboard or metrics need a job token: give a token file, or leave both out.")
-    from dlrover.master.view.views import Observatory  # late: a master that nobody watches serves sooner
+    from dlrover.master.view_servers import ViewServers  # late: a master that nobody watches serves sooner
 
-    observatory = Observatory(config, desk, token)
-    keeper.on_commit = observatory.meters.committed
-    desk.on_observation = observatory.observe
-    return observatory
+    view_servers = ViewServers(config, master_loop, token)
+    journal_thread.on_commit = view_servers.job_metrics.committed
+    master_loop.listeners.on_observation = view_servers.observe
+    return view_servers
 
 
-async def end_job(desk: MasterLoop) -> None:
+async def end_job(master_loop: MasterLoop) -> None:
     """
     Our launcher was told to stop, and we go with it: the other nodes shall end now and not wait for us to come back.
 
@@ -198,14 +207,14 @@ async def end_job(desk: MasterLoop) -> None:
     """
     command = StopJob(message="The launcher that hosts the job's master was stopped.")
     is_told = False
-    while not desk.finished.done():
+    while not master_loop.finished.done():
         try:
-            await desk.tell(command)
+            await master_loop.tell(command)
         except Unavailable as error:
             if not is_told:
                 log.warning("the job cannot be stopped yet reason=%s", error)
             is_told = True
-            await asyncio.wait([desk.finished], timeout=STOP_PERIOD)
+            await asyncio.wait([master_loop.finished], timeout=STOP_PERIOD)
         except Rejected as error:
             log.info("the job is not stopped reason=%s", error)  # it ends already
             return
@@ -214,10 +223,10 @@ async def end_job(desk: MasterLoop) -> None:
             return
 
 
-def _tell_end(config: MasterConfig, desk: MasterLoop) -> None:
+def _tell_end(config: MasterConfig, master_loop: MasterLoop) -> None:
     try:
-        tell_goodput(config, desk.goodput())
-        tell_end(config, desk.finished.result())  # last: whoever sees it may look for the other
+        tell_goodput(config, master_loop.goodput())
+        tell_end(config, master_loop.finished.result())  # last: whoever sees it may look for the other
     except OSError as error:
         # The next master of this journal will tell it again; the agents have heard it from us.
         log.error("end of the job not written file=%s reason=%s", config.end_file, error.strerror)

@@ -13,15 +13,13 @@ The classes of the original for that purpose live here too; old import paths lea
 from __future__ import annotations
 
 import abc
-import asyncio
-import concurrent.futures
-import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dlrover.core.membership.topology import Placed, arrange
+from dlrover.host.extensions import NoAnswer, TimedCalls, UnusableExtension, build
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.job import NodeRank
 from dlrover.protocol.text import encodable
@@ -103,9 +101,11 @@ class TopologyPlugins:
         self._query = query
         self._sort = sort
         self._places: dict[str, tuple[str, ...]] = {}
-        self._num_timeouts = {"querier": 0, "sorter": 0}
+        self._calls = {
+            which: TimedCalls("topology", time_limit=TIME_LIMIT, max_timeouts=MAX_TIMEOUTS, num_threads=NUM_THREADS)
+            for which in ("querier", "sorter")
+        }
         self._is_warned = {"querier": False, "sorter": False}
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
     @classmethod
     def load(cls, querier: str, sorter: str) -> TopologyPlugins:
@@ -147,28 +147,20 @@ class TopologyPlugins:
         return await self._call("sorter", lambda: _ranks(sort(dict(given)), given)) or ()
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for calls in self._calls.values():
+            calls.close()
 
     async def _call(self, which: str, work: Callable[[], T]) -> T | None:
-        if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="topology")
+        calls = self._calls[which]
         try:
-            async with asyncio.timeout(TIME_LIMIT):
-                answer = await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        except TimeoutError:
-            self._num_timeouts[which] += 1
-            self._warn(which, f"it did not answer within {TIME_LIMIT:g} s")
-            if self._num_timeouts[which] >= MAX_TIMEOUTS:
-                log.warning("topology %s is asked no more: %d times in a row too late", which, MAX_TIMEOUTS)
-                self._query = None if which == "querier" else self._query
-                self._sort = None if which == "sorter" else self._sort
-            return None
-        except (Exception, SystemExit) as error:  # an extension may raise anything; the job goes on without its answer
-            self._warn(which, f"{type(error).__name__}: {error}")
-            return None
-        self._num_timeouts[which] = 0
-        return answer
+            return await calls.call(work)
+        except NoAnswer as error:
+            self._warn(which, str(error))
+        if calls.is_disabled:
+            log.warning("topology %s is disabled after %d timeouts in a row", which, MAX_TIMEOUTS)
+            self._query = None if which == "querier" else self._query
+            self._sort = None if which == "sorter" else self._sort
+        return None
 
     def _warn(self, which: str, why: str) -> None:
         if not self._is_warned[which]:
@@ -177,17 +169,10 @@ class TopologyPlugins:
 
 
 def _method_of(name: str, method: str, what: str) -> Callable[..., Any]:
-    module_name, _, class_name = name.partition("::")
-    if not module_name or not class_name:
-        raise ConfigError(f"The {what} {name!r} must be given as module::Class.")
     try:
-        plugin = getattr(importlib.import_module(module_name), class_name)()
-        found = getattr(plugin, method)
-    except (Exception, SystemExit) as error:  # importing and building run the user's code, which may raise anything
-        raise ConfigError(f"The {what} {name} cannot be used: {type(error).__name__}: {error}.") from error
-    if not callable(found):
-        raise ConfigError(f"The {what} {name} cannot be used: its {method} is no method.")
-    bound: Callable[..., Any] = found
+        bound: Callable[..., Any] = getattr(build(name, method=method), method)
+    except UnusableExtension as error:
+        raise ConfigError(f"The {what} {name} cannot be used: {error}.") from error
     return bound
 
 

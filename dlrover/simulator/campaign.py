@@ -27,12 +27,23 @@ from dlrover.simulator.faults.kinds import (
     MASTER_PAUSES,
     PAUSES,
     PEOPLE_MIX,
+    POD_MASTER_MIX,
+    POD_MIX,
     STANDARD_MIX,
     Fault,
     draw_faults,
 )
 from dlrover.simulator.plan import Result, SeedPlan
-from dlrover.simulator.shapes import Shape, add_rooms, add_syncs, add_types, draw_large_shape, draw_shape
+from dlrover.simulator.shapes import (
+    Shape,
+    add_agents,
+    add_pods,
+    add_rooms,
+    add_syncs,
+    add_types,
+    draw_large_shape,
+    draw_shape,
+)
 from dlrover.simulator.simulation import Simulation
 from dlrover.simulator.truth.invariants import Violation
 
@@ -80,7 +91,9 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> SeedPlan:
         intensity = chance.choice([1.0, 3.0, 8.0, 16.0])
     shape = add_rooms(random.Random(f"{seed}/rooms"), shape)
     shape = add_types(random.Random(f"{seed}/types"), shape)
+    shape = add_pods(random.Random(f"{seed}/pods"), shape)
     shape = add_syncs(random.Random(f"{seed}/syncs"), shape)
+    shape = add_agents(random.Random(f"{seed}/agents"), shape)
     plan = _plan(seed, chance, shape, hours, intensity)
     return replace(plan, is_thorough=seed % THOROUGH_EVERY == 0, digest_every=16 if shape.num_nodes < 100 else 64)
 
@@ -98,6 +111,12 @@ def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensit
         people = random.Random(f"{seed}/people")
         wishes = draw_faults(people, hours=hours, num_nodes=num_nodes, intensity=spread, mix={}, master_mix=PEOPLE_MIX)
         faults = tuple(sorted((*faults, *wishes), key=lambda fault: fault.at))
+    if shape.has_pods:
+        chance = random.Random(f"{seed}/pod-faults")
+        more = draw_faults(
+            chance, hours=hours, num_nodes=num_nodes, intensity=spread, mix=POD_MIX, master_mix=POD_MASTER_MIX
+        )
+        faults = tuple(sorted((*faults, *more), key=lambda fault: fault.at))
     return SeedPlan(seed=seed, shape=shape, faults=faults, hours=hours)
 
 
@@ -120,6 +139,9 @@ def run_plan(plan: SeedPlan, *, on_note: Callable[[int, str], None] | None = Non
             sentence=violation.sentence,
             num_faults=len(plan.faults),
         )
+    except Exception as error:
+        error.add_note(f"The simulator itself failed in seed {plan.seed}.")
+        raise
 
 
 def run_seed(seed: int) -> Outcome:

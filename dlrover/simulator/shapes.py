@@ -68,6 +68,8 @@ class Shape(Struct, frozen=True, kw_only=True):
     costs: Costs = Costs()
     fleet: FleetSpec | None = None
     """The job asks its platform for nodes; None: they come by themselves."""
+    has_pods: bool = False
+    """With a fleet: its nodes are pods of a Kubernetes cluster."""
     check: CheckTerms | None = None
     bad_odds: float = 0.1
     """With a check: how often a node is broken, and how often it is slow."""
@@ -75,6 +77,10 @@ class Shape(Struct, frozen=True, kw_only=True):
     has_sync_traffic: bool = False
     dataset: DatasetSpec | None = None
     """What the workers read; None: nothing that anybody counts."""
+    has_warm_up: bool = False
+    """Agents import what their workers need before they join; else their first workers start more slowly."""
+    has_failover: bool = False
+    """Agents ask an extension of the user what shall follow a failure."""
 
     @property
     def num_nodes(self) -> int:
@@ -161,6 +167,8 @@ CHECK_ODDS = 0.15
 STORE_ODDS = 0.2
 DATA_ODDS = 0.2
 SYNC_ODDS = 0.15
+WARM_UP_ODDS = 0.5
+FAILOVER_ODDS = 0.15
 MOST_TO_SYNC = 40
 """Nodes: all workers come to each meeting, which costs a large job too much."""
 
@@ -178,6 +186,11 @@ def add_rooms(chance: random.Random, shape: Shape) -> Shape:
 def add_syncs(chance: random.Random, shape: Shape) -> Shape:
     """In some jobs the workers meet by name."""
     return replace(shape, has_sync_traffic=chance.random() < SYNC_ODDS and shape.num_nodes <= MOST_TO_SYNC)
+
+
+def add_agents(chance: random.Random, shape: Shape) -> Shape:
+    """With agents that have more to decide."""
+    return replace(shape, has_warm_up=chance.random() < WARM_UP_ODDS, has_failover=chance.random() < FAILOVER_ODDS)
 
 
 def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:
@@ -228,6 +241,16 @@ def add_types(chance: random.Random, shape: Shape) -> Shape:
         pending_strategy=chance.choice([0, 1, 2]),
     )
     return replace(shape, fleet=ps_job, spares=0)
+
+
+POD_ODDS = 0.5
+
+
+def add_pods(chance: random.Random, shape: Shape) -> Shape:
+    """Some fleets are pods of a cluster, which keeps those that failed."""
+    if shape.fleet is None or chance.random() >= POD_ODDS:
+        return shape
+    return replace(shape, has_pods=True, fleet=replace(shape.fleet, remove_exited=False))
 
 
 def draw_dataset(chance: random.Random) -> DatasetSpec:

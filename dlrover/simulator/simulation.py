@@ -12,14 +12,16 @@ import random
 from collections.abc import Callable
 
 from dlrover.core.commit_order import CoreFault, JournalCorrupt
+from dlrover.protocol.messages.fleet import FleetSpec
 from dlrover.simulator.faults.machines import Machines
 from dlrover.simulator.faults.network import Network
 from dlrover.simulator.faults.people import People
 from dlrover.simulator.faults.troubles import Troubles
 from dlrover.simulator.masters.masters import Masters
-from dlrover.simulator.nodes.beside import Beside
+from dlrover.simulator.nodes.agentless_programs import AgentlessPrograms
 from dlrover.simulator.nodes.checks import CheckRuns
 from dlrover.simulator.nodes.cloud import VirtualCloud
+from dlrover.simulator.nodes.cluster import VirtualCluster
 from dlrover.simulator.nodes.platform import NodeSource, VirtualPlatform
 from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.truth import worlds
@@ -33,7 +35,9 @@ from dlrover.simulator.truth.training import Training
 from dlrover.simulator.virtual_time import SECOND, Chance, VirtualTime
 
 FULL_CHECK_EVERY = 1000
-"""Events between two checks of everything."""
+"""Events between two checks of everything, at least."""
+EVENTS_PER_NODE = 10
+"""A check of everything looks at each node: in large jobs so many events share the cost of one node."""
 REPLAY_EVERY = 10
 """Seeds: of one in so many the whole journal is replayed at the end. What a new master replays is compared always."""
 
@@ -48,7 +52,8 @@ class Simulation:
         self.events = VirtualTime()
         self.chance = Chance(plan.seed)
         self.digest_every = 1 if plan.is_thorough else plan.digest_every
-        self.snapshot_every = random.Random(f"{plan.seed}/snapshots").choice([50, 300, 2000])
+        often = random.Random(f"{plan.seed}/snapshots").choice([50, 300, 2000])
+        self.snapshot_every = max(often, plan.shape.num_nodes // 2)  # a snapshot holds each node
         self._on_note = on_note
         self.ledger = Ledger()
         self.training = Training(
@@ -56,12 +61,12 @@ class Simulation:
         )
         self.network = Network(self.events, self.chance.network, self.shape.costs)
         fleet = plan.shape.fleet
-        self.platform: NodeSource = VirtualPlatform(self) if fleet is None else VirtualCloud(self, fleet)
+        self.platform: NodeSource = self._node_source(fleet)
         self.troubles = Troubles(self)
         self.machines = Machines(self)
         self.masters = Masters(self)
         self.people = People(self)
-        self.beside = Beside(self)
+        self.agentless = AgentlessPrograms(self)
         self.checks = CheckRuns(self)
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
@@ -74,6 +79,11 @@ class Simulation:
         self.is_over = False
         self.ended_at: int | None = None
         self.limits = self.terms.limits
+
+    def _node_source(self, fleet: FleetSpec | None) -> NodeSource:
+        if fleet is None:
+            return VirtualPlatform(self)
+        return VirtualCluster(self, fleet) if self.shape.has_pods else VirtualCloud(self, fleet)
 
     def run(self) -> Result:
         """Raises `Violation`."""
@@ -91,10 +101,11 @@ class Simulation:
         self.platform.begin()
         faults_end_at = round(self.plan.hours * 3600 * SECOND)
         self.events.at(faults_end_at, self.troubles.stop)
-        next_check = FULL_CHECK_EVERY
+        check_every = max(FULL_CHECK_EVERY, EVENTS_PER_NODE * self.shape.num_nodes)
+        next_check = check_every
         while not self.is_over and self.events.happen():
             if self.events.num_past >= next_check:
-                next_check = self.events.num_past + FULL_CHECK_EVERY
+                next_check = self.events.num_past + check_every
                 self._check()
                 self._check_bounds(faults_end_at)
         if not self.is_over:

@@ -97,6 +97,7 @@ class LoopbackMaster:
         on_desired: Callable[[Desired], None],
         on_order: Callable[[WatchOrder], None] | None = None,
         on_blocked: Callable[[str], None] | None = None,
+        find_address: Callable[[], str] | None = None,
     ) -> LoopbackChannel:
         channel = LoopbackChannel(self, attach, on_attached, on_desired, on_order)
         self.channels.append(channel)
@@ -311,7 +312,7 @@ class LoopbackChannel:
         return self.attached.node, self.attached.incarnation
 
     def push(self, desired: Desired) -> None:
-        # Twice later: what a command led to is pushed after the answer to it, as the desk does.
+        # Twice later: what a command led to is pushed after the answer to it, as the master's loop does.
         self._later(lambda: self._later(lambda: self._on_desired(desired)))
 
     def wish(self, wish: Wish) -> None:
@@ -394,6 +395,8 @@ class StandInGroup:
         self.stops: list[tuple[StopCause, int]] = []
         self.may_start = asyncio.Event()
         self.may_start.set()
+        self.may_be_gone = asyncio.Event()
+        self.may_be_gone.set()
         self.may_stop = asyncio.Event()
         self.may_stop.set()
         self.start_error: Exception | None = None
@@ -441,6 +444,9 @@ class StandInGroup:
         self.is_stopped = True
         self._news.tell()
         return self.late
+
+    async def gone(self) -> None:
+        await self.may_be_gone.wait()
 
     def kill(self) -> None:
         self.num_kills += 1

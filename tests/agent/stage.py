@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from dlrover.agent.agent import Agent, AgentPatience
+from dlrover.agent.agent import Agent
 from dlrover.agent.config import AgentResult
+from dlrover.agent.seams import AgentPatience
 from dlrover.agent.workers.group import PortOffer
 from dlrover.protocol.messages.job import (
     JobTerms,

@@ -13,7 +13,7 @@ import signal
 
 import pytest
 
-from dlrover.agent.agent import EXIT_BY_SIGNAL, EXIT_FAILED
+from dlrover.agent.decisions.departure import EXIT_BY_SIGNAL, EXIT_FAILED
 from dlrover.agent.workers.group import PortOffer
 from dlrover.protocol.codec import check_size
 from dlrover.protocol.errors import ConfigError

@@ -7,7 +7,7 @@ import signal
 import pytest
 from msgspec.structs import replace
 
-from dlrover.agent.agent import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_MASTER_LOST
+from dlrover.agent.decisions.departure import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_MASTER_LOST
 from dlrover.protocol.messages.fleet import DefineFleet, FleetSpec, NodesListed, NodeType, ReplicaSpec
 from dlrover.protocol.messages.job import (
     Attach,

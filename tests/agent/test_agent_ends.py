@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from dlrover.agent.agent import EXIT_BY_SIGNAL
+from dlrover.agent.decisions.departure import EXIT_BY_SIGNAL
 from dlrover.protocol.messages.job import (
     Attach,
     End,

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dlrover.agent.checkpoints.saver import Saver, SaverConfig
-from dlrover.agent.drain import LastSaves
+from dlrover.agent.drain import Drain
 from tests.agent.checkpoints.test_saver import Trainer, news
 from tests.agent.lab import DEADLINE
 
@@ -64,7 +64,7 @@ async def look_for(condition) -> None:
 async def test_who_is_told_to_end_while_it_writes_has_the_short_patience(make_saver, start, tmp_path, caplog):
     saver, told_to_end = make_saver(0.2), asyncio.Event()
     start(saver, 0)
-    finishing = asyncio.ensure_future(LastSaves(saver, str(tmp_path / "run")).finish(told_to_end, is_hurried=False))
+    finishing = asyncio.ensure_future(Drain(saver, str(tmp_path / "run")).finish(told_to_end, is_hurried=False))
     await look_for(lambda: mark_of(tmp_path) > time.monotonic() + 300)
     told_to_end.set()
     await asyncio.wait_for(finishing, DEADLINE)
@@ -76,7 +76,7 @@ async def test_who_was_told_before_has_the_short_patience_from_the_beginning(mak
     saver, told_to_end = make_saver(0.2), asyncio.Event()
     start(saver, 0)
     told_to_end.set()
-    last = LastSaves(saver, str(tmp_path / "run"))
+    last = Drain(saver, str(tmp_path / "run"))
     await asyncio.wait_for(last.finish(told_to_end, is_hurried=False), DEADLINE)
     assert "are lost" in caplog.text
 
@@ -84,7 +84,7 @@ async def test_who_was_told_before_has_the_short_patience_from_the_beginning(mak
 async def test_being_told_to_end_disturbs_no_save_and_shortens_the_mark(make_saver, start, tmp_path):
     saver, told_to_end = make_saver(200.0), asyncio.Event()
     start(saver, 0)
-    finishing = asyncio.ensure_future(LastSaves(saver, str(tmp_path / "run")).finish(told_to_end, is_hurried=False))
+    finishing = asyncio.ensure_future(Drain(saver, str(tmp_path / "run")).finish(told_to_end, is_hurried=False))
     await look_for(lambda: mark_of(tmp_path) > time.monotonic() + 300)
     told_to_end.set()
     await look_for(lambda: 0 < mark_of(tmp_path) < time.monotonic() + 300)
@@ -94,7 +94,7 @@ async def test_being_told_to_end_disturbs_no_save_and_shortens_the_mark(make_sav
 
 
 async def test_the_mark_stands_before_anything_is_written_and_goes_at_the_end(make_saver, tmp_path):
-    last = LastSaves(make_saver(0.2), str(tmp_path / "run"))
+    last = Drain(make_saver(0.2), str(tmp_path / "run"))
     last.announce()
     assert mark_of(tmp_path) > time.monotonic()
     await last.finish(asyncio.Event(), is_hurried=False)

@@ -18,7 +18,7 @@ def an_agent(scratch: Path) -> Agent:
 
 async def test_each_process_of_a_launch_presents_itself_with_one_life_of_its_own(tmp_path: Path) -> None:
     first, second = an_agent(tmp_path), an_agent(tmp_path)
-    presented = [agent._attach() for agent in (first, first, second)]
+    presented = [agent._decisions.presentation() for agent in (first, first, second)]
     assert len({attach.launch for attach in presented}) == 1
     assert presented[0].life == presented[1].life != presented[2].life
     assert all(len(attach.life) == 16 for attach in presented)

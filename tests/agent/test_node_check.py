@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from dlrover.agent.agent import Agent, AgentPatience
+from dlrover.agent.agent import Agent
 from dlrover.agent.config import AgentResult
 from dlrover.agent.node_check import CheckOutcome, CheckTask, class_of
+from dlrover.agent.seams import AgentPatience
 from dlrover.agent.workers.group import PortOffer
 from dlrover.agent.workers.process_tree import ProcessTree
 from dlrover.agent.workers.spawner import Spawner

@@ -16,7 +16,7 @@ from dlrover.protocol.messages.goodput import AskFault, FaultTold
 from dlrover.protocol.messages.job import NodeRank, Reply, Round
 from dlrover.protocol.rpc.server import MasterServer
 from tests.agent.lab import make_world, until
-from tests.protocol.conftest import TOKEN, Agent, PlainDesk
+from tests.protocol.conftest import TOKEN, Agent, PlainLoop
 
 KILLED = FaultTold(kind="worker", cause="Round 1: global rank 1 failed: killed.", global_rank=1)
 
@@ -169,10 +169,10 @@ async def test_a_master_that_does_not_know_the_question_costs_no_word(
     caplog: pytest.LogCaptureFixture, is_console_shared: bool
 ) -> None:
     """An older one. Over the wire: it refuses the one request and the stream lives on; every node tells its own reason."""
-    desk, server = PlainDesk(), MasterServer(token=TOKEN)
-    desk.answers = _refuse_as_unknown
+    master_loop, server = PlainLoop(), MasterServer(token=TOKEN)
+    master_loop.answers = _refuse_as_unknown
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
-    await server.start(desk)
+    await server.start(master_loop)
     agent = Agent(address)
     try:
         await agent.attached()
@@ -191,8 +191,10 @@ async def test_a_master_that_does_not_know_the_question_costs_no_word(
         stage.recovery.began(Round(2), "global rank 0 failed: exit code 1")
         stage.step(3, 9)
         await until(lambda: len(stage.told()) == 2)
-        assert [type(request.body) for request in desk.requests] == [AskFault, AskFault], "asked once for each loss"
-        assert len(desk.attaches) == 1, "the stream lives on"
+        assert [type(request.body) for request in master_loop.requests] == [AskFault, AskFault], (
+            "asked once for each loss"
+        )
+        assert len(master_loop.attaches) == 1, "the stream lives on"
         stage.recovery.close()
     finally:
         await agent.leave()

@@ -14,11 +14,14 @@ import msgspec
 
 from dlrover.core.commit_order import CommitSequence, replay
 from dlrover.core.desired import wish_of
-from dlrover.core.goodput.accountant import LOST, class_of
+from dlrover.core.goodput.accountant import LOST
+from dlrover.core.goodput.booking import class_of
 from dlrover.core.job import Job, Origin, Outcome
+from dlrover.core.state import JobState
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.fleet import ScaleJob
 from dlrover.protocol.messages.job import (
+    TRAINING_RENDEZVOUS,
     Attach,
     Attached,
     BlockRendezvous,
@@ -110,6 +113,8 @@ class Scene:
     """Agent processes so far: each has a life of its own."""
     journal: list[bytes] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    rejections: list[str] = field(default_factory=list)
+    """Commands that changed nothing, with the code of the refusal."""
 
     def __post_init__(self) -> None:
         self.job = Job()
@@ -125,8 +130,9 @@ class Scene:
         before = self.job.encode()
         try:
             ticket = self.sequence.stage(command, self.now, origin)
-        except Rejected:
+        except Rejected as error:
             assert self.job.encode() == before, f"a rejected {type(command).__name__} changed the job"
+            self.rejections.append(f"{type(command).__name__} {error.code}")
             raise
         batch = self.sequence.take()
         assert batch is not None
@@ -177,7 +183,13 @@ class Scene:
         return self.attach(name, incarnation=0, **details)
 
     def join(
-        self, name: str, *, round_: int | None = None, procs: int | None = None, offer: str | None = None
+        self,
+        name: str,
+        *,
+        round_: int | None = None,
+        procs: int | None = None,
+        offer: str | None = None,
+        rendezvous: str = TRAINING_RENDEZVOUS,
     ) -> Outcome:
         agent = self.agents[name]
         if offer is None:
@@ -194,6 +206,7 @@ class Scene:
                 round=Round(state.rendezvous.next_round if round_ is None else round_),
                 local_world_size=size,
                 offer=offer,
+                name=rendezvous,
             ),
         )
 
@@ -332,6 +345,20 @@ def check_goodput(job: Job) -> None:
     assert sum(owed) <= lost, "faults cost more than was lost"
 
 
+def check_cluster(state: JobState) -> None:
+    """A job with parameter servers has no world, and each of its processes has a start of its own."""
+    cluster = state.cluster
+    assert cluster is not None
+    assert state.rendezvous.world is None
+    assert not state.rendezvous.expected
+    assert all(process.round <= cluster.starts for process in cluster.processes.values())
+    assert len({process.round for process in cluster.processes.values()}) == len(cluster.processes)
+    for dataset in state.data.datasets.values():
+        for reader in dataset.all_readers():
+            assert reader.round in (0, cluster.round_of(reader.node)), "a lease of an ended process"
+        assert all(cut <= cluster.cut for cut in dataset.provisional)
+
+
 def check_invariants(job: Job) -> None:
     """What holds after each command: I1, I2, I5, I7 of the design, and what the rooms promise about themselves."""
     state = job.state
@@ -345,6 +372,9 @@ def check_invariants(job: Job) -> None:
     for node in nodes.live.values():
         assert node.desired.wish == wish_of(state, node), f"nobody told {node.label} about its new wish"
         assert node.desired.master_epoch == state.master_epoch
+    if state.cluster is not None:
+        check_cluster(state)
+        return
 
     running = [node.desired.wish.world for node in nodes.live.values() if isinstance(node.desired.wish, Run)]
     assert len({world.round for world in running}) <= 1, f"I1: two worlds are active: {running}"

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dlrover.core.commit_order import CommitSequence, replay
-from dlrover.core.decision import DRAIN_MARGIN
 from dlrover.core.job import Job, Origin
+from dlrover.core.membership.departures import DRAIN_MARGIN
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.checkpoint import CheckpointFailed, ShardWritten, SnapshotsHeld
 from dlrover.protocol.messages.goodput import AccountGoodput, NodeAccount

@@ -9,6 +9,6 @@ import pytest
 from tests.core.transcripts import DIRECTORY, play
 
 
-@pytest.mark.parametrize("path", sorted(DIRECTORY.glob("*.txt")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(DIRECTORY.rglob("*.txt")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_core_says_what_the_transcript_says(path: pathlib.Path) -> None:
     assert play(path.read_text()) == path.read_text()

@@ -21,9 +21,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from dlrover.cli.launch.discovery import MasterPort
 from dlrover.core.job import Job
+from dlrover.master.clock import MasterClock
 from dlrover.master.config import MasterConfig, Ready
 from dlrover.master.journal.journal_thread import JournalThread
-from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.loop import MasterLoop
 from dlrover.master.topology_plugins import TopologyPlugins
 from dlrover.protocol.messages.job import (
@@ -165,8 +165,8 @@ class Master:
     """A master inside the test's process."""
 
     address: str
-    desk: MasterLoop
-    keeper: JournalThread
+    master_loop: MasterLoop
+    journal_thread: JournalThread
     server: MasterServer
     working: asyncio.Future[None]
     is_stopped: bool = False
@@ -181,7 +181,7 @@ class Master:
         await self.server.stop()
         self.working.cancel()
         await asyncio.gather(self.working, return_exceptions=True)
-        await self.keeper.close()
+        await self.journal_thread.close()
 
 
 StartMaster = Callable[..., Awaitable[Master]]
@@ -200,14 +200,14 @@ async def start_master(tmp_path: Path, reserved_port: int) -> AsyncIterator[Star
     ) -> Master:
         server = MasterServer(token=TOKEN)
         bound = server.bind("127.0.0.1", port)
-        keeper = await JournalThread.open(tmp_path / "journal.sqlite", job_name="job")
-        job = make_job(await keeper.restore())
+        journal_thread = await JournalThread.open(tmp_path / "journal.sqlite", job_name="job")
+        job = make_job(await journal_thread.restore())
         clock = MasterClock(job.now, wall=lambda: time.time_ns() + hours_later * 3600 * 10**9)
-        desk = MasterLoop(keeper, job, clock, job_name="job", topology=topology)
-        await desk.begin(keeper.master_epoch)
-        await server.start(desk)
-        working = asyncio.ensure_future(desk.run())
-        masters.append(Master(f"127.0.0.1:{bound}", desk, keeper, server, working))
+        master_loop = MasterLoop(journal_thread, job, clock, job_name="job", topology=topology)
+        await master_loop.begin(journal_thread.master_epoch)
+        await server.start(master_loop)
+        working = asyncio.ensure_future(master_loop.run())
+        masters.append(Master(f"127.0.0.1:{bound}", master_loop, journal_thread, server, working))
         return masters[-1]
 
     yield start

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dlrover.master.clock import MasterClock
 from dlrover.master.config import EXIT_STOPPED, EXIT_USAGE, MasterConfig
 from dlrover.master.journal.journal_thread import JournalThread
-from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.loop import MasterLoop
-from dlrover.master.platform_driver import FleetKeeper
+from dlrover.master.platform_driver import PlatformDriver
 from dlrover.platforms.fake import FakeCloud, FakePlatform
 from dlrover.protocol.messages.fleet import FleetSpec, NodePhase, NodeType, ReplicaSpec
 from dlrover.protocol.messages.identity import PlatformId
@@ -84,13 +84,13 @@ async def test_what_the_job_wants_is_launched_and_what_is_lost_is_replaced(tmp_p
     """The whole way with the real job: effects to the platform, its events into the journal, and back."""
     cloud = FakeCloud()
     platform = FakePlatform(cloud, JOB)
-    keeper = await JournalThread.open(tmp_path / "journal", job_name="job")
-    job = await keeper.restore()
-    desk = MasterLoop(keeper, job, MasterClock(job.now), job_name="job")
-    fleet = FleetKeeper(platform, FLEET, desk.tell)
-    desk.on_intent = fleet.take
-    await desk.begin(keeper.master_epoch)
-    tasks = [asyncio.ensure_future(desk.run()), asyncio.ensure_future(fleet.run())]
+    driver = await JournalThread.open(tmp_path / "journal", job_name="job")
+    job = await driver.restore()
+    master_loop = MasterLoop(driver, job, MasterClock(job.now), job_name="job")
+    fleet = PlatformDriver(platform, FLEET, master_loop.tell)
+    master_loop.listeners.on_intent = fleet.take
+    await master_loop.begin(driver.master_epoch)
+    tasks = [asyncio.ensure_future(master_loop.run()), asyncio.ensure_future(fleet.run())]
     try:
         async with watching(platform) as watch:
             for node in (0, 1):
@@ -99,10 +99,10 @@ async def test_what_the_job_wants_is_launched_and_what_is_lost_is_replaced(tmp_p
             cloud.evict(JOB, PlatformId(1))
             replacement = (await watch.until(2, NodePhase.RUNNING)).node
         assert replacement.rank == 1
-        assert {intent.master_epoch for intent in cloud.applied} == {keeper.master_epoch}
+        assert {intent.master_epoch for intent in cloud.applied} == {driver.master_epoch}
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await fleet.drain()
-        await keeper.close()
+        await driver.close()

@@ -1,13 +1,15 @@
-"""The keeper between job and platform: order per node, retries, refusals told once, lists after anything was lost."""
+"""The driver between job and platform: order per node, retries, refusals told once, lists after anything was lost."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
 
-from dlrover.master.platform_driver import FleetKeeper, FleetWord, PlatformPatience
+from dlrover.master.platform_driver import PATIENCE, FleetWord, PlatformDriver, PlatformPatience
+from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken
 from dlrover.platforms.fake import FakeCloud, FakePlatform
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import (
@@ -26,11 +28,11 @@ from dlrover.protocol.messages.job import Done, Reply
 from tests.platforms.contract import JOB, launch, remove
 
 SPEC = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})
-QUICK = PlatformPatience(call=0.2, first_pause=0.01, longest_pause=0.05, watch=60.0, farewell=20.0)
+QUICK = PlatformPatience(call=0.2, first_pause=0.01, longest_pause=0.05, out_of_reach=0.05, watch=60.0, farewell=20.0)
 
 
 class StandInJob:
-    """Takes the keeper's words as the desk would."""
+    """Takes the driver's words as the loop would."""
 
     def __init__(self) -> None:
         self.heard: list[FleetWord] = []
@@ -70,11 +72,11 @@ class Bench:
     def __init__(self) -> None:
         self.cloud = FakeCloud()
         self.job = StandInJob()
-        self.keeper = FleetKeeper(FakePlatform(self.cloud, JOB), SPEC, self.job.tell, patience=QUICK)
+        self.driver = PlatformDriver(FakePlatform(self.cloud, JOB), SPEC, self.job.tell, patience=QUICK)
         self.running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self.running = asyncio.ensure_future(self.keeper.run())
+        self.running = asyncio.ensure_future(self.driver.run())
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ async def bench() -> AsyncIterator[Bench]:
     if bench.running is not None:
         bench.running.cancel()
         await asyncio.gather(bench.running, return_exceptions=True)
-    await bench.keeper.drain()
+    await bench.driver.drain()
 
 
 async def test_the_fleet_is_defined_before_anything_is_listed(bench):
@@ -97,10 +99,10 @@ async def test_the_fleet_is_defined_before_anything_is_listed(bench):
 async def test_an_intent_leads_to_a_node_that_is_told(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     told = await bench.job.until_phase(0, NodePhase.RUNNING)
     assert told.node.name == "worker-0"
-    bench.keeper.take(remove(0))
+    bench.driver.take(remove(0))
     await bench.job.until_phase(0, NodePhase.DELETED)
 
 
@@ -108,7 +110,7 @@ async def test_a_refusal_is_told_once_for_each_reason_and_the_launch_goes_on_try
     bench.start()
     await bench.job.until(1, NodesListed)
     bench.cloud.refusal = "the quota is used up"
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     async with asyncio.timeout(10):
         while len(bench.cloud.applied) < 4:  # noqa: ASYNC110 (attempts are no news to anybody)
             await asyncio.sleep(0.005)
@@ -123,11 +125,11 @@ async def test_a_refusal_is_told_once_for_each_reason_and_the_launch_goes_on_try
 
 
 async def test_a_refusal_that_lasts_is_repeated(bench, monkeypatch):
-    monkeypatch.setattr(bench.keeper, "_patience", bench.keeper._patience._replace(repetition=0.0))
+    monkeypatch.setattr(bench.driver, "_patience", bench.driver._patience._replace(repetition=0.0))
     bench.start()
     await bench.job.until(1, NodesListed)
     bench.cloud.refusal = "the quota is used up"
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     assert len(set(await bench.job.until(3, LaunchRefused))) == 1
 
 
@@ -144,7 +146,7 @@ async def test_a_platform_that_breaks_its_word_is_tried_again(bench, monkeypatch
         apply(*args)
 
     monkeypatch.setattr(bench.cloud, "apply", breaks)
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     await bench.job.until_phase(0, NodePhase.RUNNING)
     refusals = await bench.job.until(2, LaunchRefused)
     assert "OSError: connection reset" in refusals[0].reason
@@ -154,14 +156,14 @@ async def test_a_removal_ends_the_attempts_to_launch(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
     bench.cloud.refusal = "no room"
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     await bench.job.until(1, LaunchRefused)
-    bench.keeper.take(remove(0))
+    bench.driver.take(remove(0))
     async with asyncio.timeout(10):
         while not isinstance(bench.cloud.applied[-1], RemoveNode):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     bench.cloud.refusal = ""
-    bench.keeper.take(launch(1))
+    bench.driver.take(launch(1))
     await bench.job.until_phase(1, NodePhase.RUNNING)
     assert [node.id for node in await FakePlatform(bench.cloud, JOB).list()] == [1]
 
@@ -170,11 +172,57 @@ async def test_a_platform_that_hangs_blocks_nobody_and_is_asked_again(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
     bench.cloud.gate.clear()
-    bench.keeper.take(launch(0))  # returns although the call hangs
+    bench.driver.take(launch(0))  # returns although the call hangs
     [refused] = await bench.job.until(1, LaunchRefused)
     assert "did not answer within" in refused.reason
     bench.cloud.gate.set()
     await bench.job.until_phase(0, NodePhase.RUNNING)
+
+
+class Strict:
+    """A platform whose answers are given; it notes when it was asked."""
+
+    def __init__(self, errors: list[Exception]) -> None:
+        self.capabilities = Capabilities()
+        self._errors = errors
+        self.asked_at: list[float] = []
+        self.is_done = asyncio.Event()
+
+    async def apply(self, intent: Intent) -> None:
+        self.asked_at.append(asyncio.get_running_loop().time())
+        if self._errors:
+            raise self._errors.pop(0)
+        self.is_done.set()
+
+    def pauses(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.asked_at)]
+
+
+async def pauses_after(errors: list[Exception], patience: PlatformPatience) -> list[float]:
+    platform = Strict(errors)
+    keeper = PlatformDriver(platform, SPEC, StandInJob().tell, patience=patience)  # type: ignore[arg-type]
+    keeper.take(launch(0))
+    async with asyncio.timeout(30):
+        await platform.is_done.wait()
+    await keeper.drain()
+    return platform.pauses()
+
+
+async def test_a_platform_out_of_reach_is_asked_again_sooner_than_one_without_room():
+    """Issue 17, line 7: the first intent is through at most 10 s after the API server is back."""
+    assert PATIENCE.out_of_reach < 10
+    patience = PlatformPatience(first_pause=0.05, longest_pause=0.8, out_of_reach=0.1)
+    away = await pauses_after([Unavailable("away")] * 6, patience)
+    full = await pauses_after([LaunchNotTaken("full")] * 6, patience)
+    assert sum(away) < sum(full)
+    assert min(full[-2:]) >= 0.4
+
+
+async def test_a_platform_that_names_a_time_is_left_alone_until_then():
+    patience = PlatformPatience(first_pause=0.01, longest_pause=0.01, out_of_reach=0.01, longest_request=0.6)
+    [first, second] = await pauses_after([Unavailable("busy", 0.4), Unavailable("busy", 1e9)], patience)
+    assert first >= 0.4
+    assert second >= 0.6
 
 
 async def test_one_node_without_room_does_not_hold_up_another(bench):
@@ -182,20 +230,20 @@ async def test_one_node_without_room_does_not_hold_up_another(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
     for node in (0, 1):
-        bench.keeper.take(launch(node))
+        bench.driver.take(launch(node))
     [refused] = await bench.job.until(1, LaunchRefused)
     assert refused.node == 1
-    bench.keeper.take(remove(0))
+    bench.driver.take(remove(0))
     await bench.job.until_phase(1, NodePhase.RUNNING)
 
 
 async def test_intents_of_an_older_master_are_dropped(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
-    bench.keeper.take(launch(0, master_epoch=3))
+    bench.driver.take(launch(0, master_epoch=3))
     await bench.job.until_phase(0, NodePhase.RUNNING)
-    bench.keeper.take(launch(1, master_epoch=2))
-    bench.keeper.take(launch(2, master_epoch=3))
+    bench.driver.take(launch(1, master_epoch=2))
+    bench.driver.take(launch(2, master_epoch=3))
     await bench.job.until_phase(2, NodePhase.RUNNING)
     assert [intent.id for intent in bench.cloud.applied] == [0, 1, 2]  # tried once
     assert not [word for word in bench.job.heard if isinstance(word, LaunchRefused)]
@@ -203,7 +251,7 @@ async def test_intents_of_an_older_master_are_dropped(bench):
 
 async def test_a_broken_watch_begins_anew_with_a_list(bench):
     bench.start()
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     await bench.job.until(1, NodesListed)
     bench.cloud.break_watches()
     lists = await bench.job.until(2, NodesListed)
@@ -214,11 +262,11 @@ async def test_a_platform_out_of_reach_is_watched_again_when_it_is_back(bench):
     bench.cloud.is_reachable = False
     bench.start()
     await bench.job.until(1, DefineFleet)
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     await bench.job.until(1, LaunchRefused)
     bench.cloud.is_reachable = True
     await bench.job.until(1, NodesListed)
-    bench.keeper.take(launch(1))
+    bench.driver.take(launch(1))
     await bench.job.until_phase(1, NodePhase.RUNNING)
     async with asyncio.timeout(10):
         while len(nodes := await FakePlatform(bench.cloud, JOB).list()) < 2:  # noqa: ASYNC110
@@ -228,7 +276,7 @@ async def test_a_platform_out_of_reach_is_watched_again_when_it_is_back(bench):
 
 async def test_a_platform_that_breaks_while_it_is_watched_is_watched_again(bench, monkeypatch):
     """It may be anybody's: what it raises must not end the master, again and again."""
-    platform = bench.keeper._platform
+    platform = bench.driver._platform
     watch = platform.watch
     errors = [ConnectionError("reset by peer"), KeyError("items")]
 
@@ -242,7 +290,7 @@ async def test_a_platform_that_breaks_while_it_is_watched_is_watched_again(bench
     bench.start()
     await bench.job.until(1, NodesListed)
     assert not errors
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     await bench.job.until_phase(0, NodePhase.RUNNING)
 
 
@@ -250,7 +298,7 @@ async def test_half_a_character_in_a_refusal_reaches_the_job(bench, monkeypatch)
     bench.start()
     await bench.job.until(1, NodesListed)
     bench.cloud.refusal = "no room on caf\udce9"
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     [refused] = await bench.job.until(1, LaunchRefused)
     assert refused.reason == "no room on caf?"
 
@@ -259,7 +307,7 @@ async def test_what_the_job_could_not_write_comes_again_by_a_list(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
     bench.job.failures = [Unavailable("the disk is full")] * 2  # the events of the launch
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     lists = await bench.job.until(2, NodesListed)
     assert [(node.id, node.phase) for node in lists[-1].nodes] == [(0, NodePhase.RUNNING)]
 
@@ -268,7 +316,7 @@ async def test_an_event_that_the_job_refuses_does_not_end_the_watch(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
     bench.job.failures = [Rejected("nobody knows this node")]
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     await bench.job.until_phase(0, NodePhase.RUNNING)
     assert len([word for word in bench.job.heard if isinstance(word, NodesListed)]) == 1
 
@@ -276,11 +324,11 @@ async def test_an_event_that_the_job_refuses_does_not_end_the_watch(bench):
 async def test_at_the_end_launches_are_dropped_and_removals_are_done(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
-    bench.keeper.take(launch(0))
+    bench.driver.take(launch(0))
     await bench.job.until_phase(0, NodePhase.RUNNING)
     bench.cloud.refusal = "no room"
-    bench.keeper.take(launch(1))
+    bench.driver.take(launch(1))
     await bench.job.until(1, LaunchRefused)
-    bench.keeper.take(remove(0))
-    await bench.keeper.drain()
+    bench.driver.take(remove(0))
+    await bench.driver.drain()
     assert await FakePlatform(bench.cloud, JOB).list() == ()

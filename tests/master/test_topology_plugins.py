@@ -11,7 +11,7 @@ import pytest
 
 from dlrover.master import topology_plugins as room
 from dlrover.master.config import EXIT_USAGE
-from dlrover.master.loop import loop as master_loop
+from dlrover.master.loop import turning
 from dlrover.master.topology_plugins import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, TopologyPlugins
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.job import (
@@ -101,7 +101,7 @@ async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: 
 async def test_who_is_refused_lets_nobody_wait_for_an_order(
     start_master: StartMaster, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(master_loop, "TIME_LIMIT", 300.0)  # else who waited in vain would only be late
+    monkeypatch.setattr(turning, "TIME_LIMIT", 300.0)  # else who waited in vain would only be late
     one = JobTerms(limits=Limits(min_nodes=1, max_nodes=1))
     master = await start_master(topology=TopologyPlugins(sort=sorted))
     agent = connect(master.address, launch="l0", terms=one, node_rank=NodeRank(0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.referees import recordings
+from tests.referees import constants, recordings, told
 
 
 def main() -> int:
@@ -18,6 +18,8 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="write down how it is now")
     if parser.parse_args().record:
         recordings.record()
+        constants.CONSTANTS.write_text(constants.constants())
+        told.TOLD.write_text(told.told())
         return 0
     differing = [
         difference
@@ -26,10 +28,12 @@ def main() -> int:
             (recordings.TIMELINE, recordings.timeline),
             (recordings.NAMES, recordings.names),
             (recordings.HELP, recordings.helps),
+            (constants.CONSTANTS, constants.constants),
+            (told.TOLD, told.told),
         )
         if (difference := recordings.first_difference(file.read_text(), say(), file.name))
     ]
-    print("\n".join(differing) or "Traces, journal, names and help are as recorded.")
+    print("\n".join(differing) or "Traces, what is told, journal, names, help and constants are as recorded.")
     return 1 if differing else 0
 
 

@@ -46,6 +46,8 @@ PUBLIC = (
     "dlrover.trainer",
     "dlrover.trainer.sharding_client",
     "dlrover.trainer.sync",
+    "dlrover.trainer.tensorflow",
+    "dlrover.trainer.tensorflow.reader",
     "dlrover.trainer.torch.data",
     *(
         f"dlrover.trainer.torch.{name}"
@@ -61,6 +63,8 @@ PUBLIC = (
         f"{FLASH_CHECKPOINT}.{name}"
         for name in ("megatron", "megatron_dist_ckpt", "megatron_engine", "megatron_sharded", "replica")
     ),
+    "dlrover.client.platform.ray.ray_job_submitter",
+    "dlrover.unified",
 )
 PUBLIC_ROOMS = (
     "dlrover.trainer.data_sources",
@@ -84,6 +88,8 @@ def names() -> str:
     lines = [f"{name}:{line}" for name in modules for line in _names_of(importlib.import_module(name))]
     for path, held in sorted(ALIASES.items()):
         for name in sorted(held):
+            if held[name].startswith("dlrover.trainer.tensorflow.hooks."):
+                continue  # needs TensorFlow, and this must be the same everywhere
             found = getattr(importlib.import_module(path), name)
             lines += [f"{path}:{line}" for line in _described(name, found)]
     return "".join(f"{line}\n" for line in lines)

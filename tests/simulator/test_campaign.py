@@ -34,6 +34,7 @@ from dlrover.simulator.faults.kinds import (
     MASTER_PAUSES,
     PAUSES,
     PEOPLE_MIX,
+    POD_MASTER_MIX,
     STANDARD_MIX,
 )
 from dlrover.simulator.masters.master import CrashPoint
@@ -48,7 +49,7 @@ def test_two_thousand_faults_break_nothing_and_all_kinds_are_among_them() -> Non
     for totals in run_many(run_seed, itertools.count(1), jobs=1, is_enough=lambda t: t.num_faults >= NUM_FAULTS):
         assert not totals.failures
     assert totals.num_faults >= NUM_FAULTS
-    rooms = FLEET_MIX.keys() | CLOUD_MIX.keys() | PEOPLE_MIX.keys() | CHECK_MIX.keys()
+    rooms = FLEET_MIX.keys() | CLOUD_MIX.keys() | PEOPLE_MIX.keys() | CHECK_MIX.keys() | POD_MASTER_MIX.keys()
     assert totals.by_kind.keys() == STANDARD_MIX.keys() | MASTER_MIX.keys() | rooms
     assert FAULTS.keys() == totals.by_kind.keys() | PAUSES.keys() | MASTER_PAUSES.keys(), "no kind is never drawn"
     assert totals.by_reason["Completed"] > totals.num_seeds // 2

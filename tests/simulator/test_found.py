@@ -19,7 +19,7 @@ from dlrover.protocol.messages.fleet import (
     Strategy,
 )
 from dlrover.protocol.messages.job import PlatformId, RestartPolicy
-from dlrover.simulator.campaign import run_plan
+from dlrover.simulator.campaign import draw_plan, run_plan
 from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
@@ -321,6 +321,15 @@ FOUND = {
         ),
         hours=0.5,
     ),
+    # An agent that was restarted in its check got the port of the former one. The simulator put both checks into one group.
+    "a-restarted-agent-gets-the-port-of-its-former-check": draw_plan(386),
+    # A long life without a step counted as progress. Then another node reported an old step, and the restart was one too many.
+    "a-late-step-disproves-the-progress-of-a-long-life": draw_plan(1535),
+    # A committer reported a failure and then a success. The older attempt that had its turn meanwhile was to move the tracker back.
+    "a-late-commit-takes-the-tracker-from-an-older-attempt": draw_plan(9350),
+    # An agent joined the next round while an extension of the user thought about its failure. The round completed without the
+    # report, and a victim was charged. The agent's mistake, not the core's.
+    "a-node-joins-before-its-failure-is-told": draw_plan(51),
 }
 
 

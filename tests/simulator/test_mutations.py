@@ -14,37 +14,41 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core import decision
+from dlrover.core import decision, job
 from dlrover.core.check import commands as check_commands
 from dlrover.core.check.cycle import CheckCycle
 from dlrover.core.checkpoints import commits
-from dlrover.core.checkpoints.commits import SaveAttempt
+from dlrover.core.checkpoints.state import SaveAttempt
 from dlrover.core.commit_order import CommitSequence
 from dlrover.core.data import checkpoint_text
 from dlrover.core.data import commands as data_commands
 from dlrover.core.data import restoring as data_restoring
 from dlrover.core.data.books import DataBooks
 from dlrover.core.data.dataset import Dataset
-from dlrover.core.exchange import kv_store, sync_points
+from dlrover.core.exchange import commands as exchange
+from dlrover.core.exchange import kv_store
 from dlrover.core.exchange.sync_points import SyncPoint, SyncPoints
 from dlrover.core.failures import blame
 from dlrover.core.fleet import early_stop, life_cycle, parameter_servers, platform_news, reconcile, relaunch, targets
-from dlrover.core.fleet.fleet import Fleet, FleetNode
-from dlrover.core.fleet.parameter_servers import ParameterServers
-from dlrover.core.membership import rendezvous, waiting
-from dlrover.core.membership.liveness import Observations
+from dlrover.core.fleet.fleet import Fleet
+from dlrover.core.fleet.replicas import FleetNode, ParameterServers
+from dlrover.core.membership import attaching, departures
+from dlrover.core.membership.liveness import Liveness
 from dlrover.core.membership.nodes import Node, NodeLife, Nodes
 from dlrover.core.membership.rendezvous import Rendezvous
-from dlrover.core.replay_guard import Senders
+from dlrover.core.replay_guard import ReplayGuard
+from dlrover.master.loop.turn import Turn
 from dlrover.protocol.messages.check import ExitClass
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages.frames import Answer, Request
-from dlrover.protocol.messages.job import NodeId, Round, Run
+from dlrover.protocol.messages.job import Limits, NodeId, Round, Run
 from dlrover.protocol.messages.kv import KvGet, KvQuery
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
 from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.masters import master
+from dlrover.simulator.masters.inbox import VirtualInbox
 from dlrover.simulator.masters.journal import VirtualJournal
+from dlrover.simulator.masters.turning import VirtualTurning
 from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
 from tests.simulator.test_found import FOUND
@@ -55,12 +59,22 @@ MOST_NODES = 12
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
+def nobody_reacts(patch: pytest.MonkeyPatch, left_out: Callable[..., None]) -> None:
+    """Take one function out of all rows."""
+    tables = {
+        rooms: decision.Reactions(*(tuple(row for row in rows if row is not left_out) for rows in table))
+        for rooms, table in job.TABLES.items()
+    }
+    assert tables[True, True] != job.TABLES[True, True], f"{left_out} reacts to nothing"
+    patch.setattr(job, "TABLES", tables)
+
+
 def former_lives_are_heard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Nodes, "current", lambda nodes, node, incarnation: nodes.live[node])
 
 
 def commands_are_applied_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Senders, "answered", lambda senders, origin: None)
+    patch.setattr(ReplayGuard, "answered", lambda replay_guard, origin: None)
 
 
 def masters_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
@@ -72,29 +86,27 @@ def lost_nodes_are_charged(patch: pytest.MonkeyPatch) -> None:
 
 
 def worlds_ignore_the_unit(patch: pytest.MonkeyPatch) -> None:
-    for module in (rendezvous, waiting):
-        patch.setattr(module, "num_usable", lambda num_nodes, limits: min(num_nodes, limits.max_nodes))
+    patch.setattr(Limits, "num_usable", lambda limits, num_nodes: min(num_nodes, limits.max_nodes))
 
 
 def worlds_ignore_the_maximum(patch: pytest.MonkeyPatch) -> None:
-    for module in (rendezvous, waiting):
-        patch.setattr(module, "num_usable", lambda num_nodes, limits: num_nodes - num_nodes % limits.node_unit)
+    patch.setattr(Limits, "num_usable", lambda limits, num_nodes: num_nodes - num_nodes % limits.node_unit)
 
 
 def nobody_is_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decision.Course, "touch", lambda self, node: None)
+    patch.setattr(decision.Decision, "touch", lambda self, node: None)
 
 
 def who_trains_is_not_told(patch: pytest.MonkeyPatch) -> None:
     """The next round is for others; an old world goes on beside the new one."""
-    original = decision.Course.touch
+    original = decision.Decision.touch
 
-    def touch(self: decision.Course, node: NodeId) -> None:
+    def touch(self: decision.Decision, node: NodeId) -> None:
         known = self.state.nodes.live.get(node)
         if known is None or not isinstance(known.desired.wish, Run):
             original(self, node)
 
-    patch.setattr(decision.Course, "touch", touch)
+    patch.setattr(decision.Decision, "touch", touch)
 
 
 def two_nodes_have_one_place(patch: pytest.MonkeyPatch) -> None:
@@ -128,8 +140,8 @@ def a_record_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_silent_are_never_missed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Observations, "next_deadline", lambda observations: None)
-    patch.setattr(Observations, "tick", lambda observations, now, due_at: [])
+    patch.setattr(Liveness, "next_deadline", lambda observations: None)
+    patch.setattr(Liveness, "tick", lambda observations, now, due_at: [])
 
 
 def a_world_may_hold_who_is_gone(patch: pytest.MonkeyPatch) -> None:
@@ -139,10 +151,10 @@ def a_world_may_hold_who_is_gone(patch: pytest.MonkeyPatch) -> None:
 def unwritten_decisions_are_kept(patch: pytest.MonkeyPatch) -> None:
     """The shell goes on with a state that the full disk has never seen."""
 
-    def keep(self: master.VirtualMaster, before: bytes, works: list[Any]) -> None:
-        self._release(None, {})
+    def keep(self: VirtualTurning, before: bytes, works: list[Any]) -> None:
+        self._release(None, Turn())
 
-    patch.setattr(master.VirtualMaster, "_fall_back", keep)
+    patch.setattr(VirtualTurning, "_fall_back", keep)
 
 
 def replaced_masters_do_not_look(patch: pytest.MonkeyPatch) -> None:
@@ -170,16 +182,16 @@ def lost_nodes_are_left_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def nodes_outlive_their_job(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reconcile, "job_finished", lambda course: None)
+    nobody_reacts(patch, reconcile.on_job_finished)
 
 
 def intents_die_with_their_master(patch: pytest.MonkeyPatch) -> None:
     original = platform_news.hear_list
 
-    def hear_list(course: Any, told: Any) -> None:
-        original(course, told)
-        if course.state.master_epoch > 1:
-            course.state.fleet.to_launch, course.state.fleet.to_remove = {}, {}
+    def hear_list(decision: Any, told: Any) -> None:
+        original(decision, told)
+        if decision.state.master_epoch > 1:
+            decision.state.fleet.to_launch, decision.state.fleet.to_remove = {}, {}
 
     patch.setattr(platform_news, "hear_list", hear_list)
 
@@ -187,18 +199,19 @@ def intents_die_with_their_master(patch: pytest.MonkeyPatch) -> None:
 def exchanged_nodes_stay(patch: pytest.MonkeyPatch) -> None:
     original = life_cycle.started
 
-    def started(course: Any, node: FleetNode) -> None:
-        course.state.fleet.migrations = {}
-        original(course, node)
+    def started(decision: Any, node: FleetNode) -> None:
+        decision.state.fleet.migrations = {}
+        original(decision, node)
 
     patch.setattr(life_cycle, "started", started)
 
 
 def exchanged_nodes_are_not_told(patch: pytest.MonkeyPatch) -> None:
-    def send_away(self: decision.Course, node: Node, why: str, **details: Any) -> None:
-        self.lose(node, NodeLife.GONE, why, **details)
+    def send_away(decision: decision.Decision, node: Node, why: str, **details: Any) -> None:
+        departures.lose(decision, node, NodeLife.GONE, why, **details)
 
-    patch.setattr(decision.Course, "send_away", send_away)
+    for module in (attaching, departures):
+        patch.setattr(module, "send_away", send_away)
 
 
 def suspended_jobs_launch(patch: pytest.MonkeyPatch) -> None:
@@ -218,16 +231,16 @@ def a_pause_counts_as_waiting(patch: pytest.MonkeyPatch) -> None:
 
 
 def suspended_jobs_stay_so(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(targets, "resume", lambda course: None)
+    patch.setattr(targets, "resume", lambda decision: None)
 
 
 def servers_go_before_the_switch(patch: pytest.MonkeyPatch) -> None:
     original = targets.scale_servers
 
-    def scale_servers(course: Any, count: int) -> None:
-        original(course, count)
-        if not parameter_servers.is_somebody_awaited(course.state.fleet):
-            targets.switch_servers(course)
+    def scale_servers(decision: Any, count: int) -> None:
+        original(decision, count)
+        if not parameter_servers.is_somebody_awaited(decision.state.fleet):
+            targets.switch_servers(decision)
 
     patch.setattr(targets, "scale_servers", scale_servers)
 
@@ -244,11 +257,11 @@ def lost_variables_are_not_told_of(patch: pytest.MonkeyPatch) -> None:
 
 
 def evaluations_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reconcile, "is_work_left_beside", lambda state: False)
+    nobody_reacts(patch, reconcile.on_all_finished)
 
 
 def nobody_hears_that_the_workers_switched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(targets, "switch_servers", lambda course: None)
+    patch.setattr(targets, "switch_servers", lambda decision: None)
 
 
 def a_job_needs_no_server(patch: pytest.MonkeyPatch) -> None:
@@ -260,7 +273,8 @@ def servers_may_return(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_is_checked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(check_commands, "expect", lambda course, node: None)
+    nobody_reacts(patch, check_commands.on_node_expected)
+    nobody_reacts(patch, check_commands.on_round_opened)
 
 
 def the_healthy_are_blamed(patch: pytest.MonkeyPatch) -> None:
@@ -279,17 +293,17 @@ def adds_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 def questions_are_answered_at_once(patch: pytest.MonkeyPatch) -> None:
     """From a state of which the disk has not seen everything."""
-    original = master.VirtualMaster._accept
+    original = VirtualInbox.accept
 
-    def accept(self: master.VirtualMaster, line: Any, request: Request) -> None:
+    def accept(self: VirtualInbox, line: Any, request: Request) -> None:
         if not isinstance(request.body, KvQuery):
             original(self, line, request)
         elif isinstance(request.body, KvGet):
-            answer = self.job.state.kv.answer(request.body)
+            answer = self._master.job.state.kv.answer(request.body)
             if not isinstance(answer, kv_store.NotYet):
-                self._send(line, Answer(id=request.id, body=answer))
+                self._master.send(line, Answer(id=request.id, body=answer))
 
-    patch.setattr(master.VirtualMaster, "_accept", accept)
+    patch.setattr(VirtualInbox, "accept", accept)
 
 
 def one_shard_makes_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
@@ -297,7 +311,7 @@ def one_shard_makes_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_nodes_shall_commit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commits, "lose", lambda course, node: None)
+    nobody_reacts(patch, commits.on_agent_gone)
 
 
 def trackers_go_back(patch: pytest.MonkeyPatch) -> None:
@@ -373,12 +387,12 @@ def the_first_to_come_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_dead_are_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sync_points, "leave", lambda course, node: None)
+    nobody_reacts(patch, exchange.on_workers_ended)
 
 
 def who_stands_by_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    original = sync_points.targets_of
-    patch.setattr(sync_points, "targets_of", lambda state, round_: original(state, Round(0)))
+    original = exchange.targets_of
+    patch.setattr(exchange, "targets_of", lambda state, round_: original(state, Round(0)))
 
 
 def barriers_open_twice(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from dlrover.agent.checkpoints.duties import SaveLine
+from dlrover.agent.checkpoints.duties import DutyLine
 from dlrover.protocol.messages.checkpoint import HeldSnapshot, PersistSnapshot, SnapshotsHeld
 from dlrover.protocol.messages.job import Round
 from dlrover.snapshot.memory.mirror import copy_paths
@@ -93,7 +93,7 @@ class BreakPointSaves:
         if self._decision is not None and not self._decision.done():
             self._decision.set_result(None)
 
-    async def choose(self, line: SaveLine | None, round_: Round, held: Held) -> Held:
+    async def choose(self, line: DutyLine | None, round_: Round, held: Held) -> Held:
         """What to write, in order; the rest is let go."""
         wanted = None
         if line is not None and line.is_up and round_ > self._asked_round:
@@ -109,7 +109,7 @@ class BreakPointSaves:
                 release(pinned)
         return chosen
 
-    async def _ask(self, line: SaveLine, round_: Round, held: Held) -> tuple[PersistSnapshot, ...] | None:
+    async def _ask(self, line: DutyLine, round_: Round, held: Held) -> tuple[PersistSnapshot, ...] | None:
         decision = self._decision = asyncio.get_running_loop().create_future()
         if not await line.tell(SnapshotsHeld(round=round_, held=describe(held)), timeout=DECISION):
             return None

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from msgspec.structs import replace
 
 from dlrover.agent.checkpoints.break_points import BreakPointSaves
-from dlrover.agent.checkpoints.duties import DutyRelay, SaveLine
+from dlrover.agent.checkpoints.duties import DutyLine, DutyRelay
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.checkpoint import (
     CheckpointCommitted,
@@ -55,7 +55,7 @@ class SaveGivenUp(DLRoverError):
     """The job has given the save up, for a reason that may lie on another node."""
 
 
-class Settling:
+class NodeCommits:
     """Owned by the saver, in its event loop."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Settling:
         self._breaks, self._turn, self._stop, self._run = breaks, turn, stop, run
         self._patience_of_leavers = patience_at_signal + STOPPING
         self.tell_trainers: Callable[[TrainerNews], None] = lambda news: None
-        self.line: SaveLine | None = None
+        self.line: DutyLine | None = None
         self._listening: asyncio.Task[None] | None = None
         self._requests: dict[Key, tuple[SaveRequest, float]] = {}
         """What was written here and is not settled, and when that began."""
@@ -81,7 +81,7 @@ class Settling:
         self._pool = nice_pool("dlrover-commit", 2)
 
     def report_to(self, relay: DutyRelay) -> None:
-        self.line = SaveLine(relay, self._on_duties, self._breaks.lose)
+        self.line = DutyLine(relay, self._on_duties, self._breaks.lose)
 
     def greet(self) -> None:
         """A worker begins to save."""

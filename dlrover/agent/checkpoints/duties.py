@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import (
     AnyCheckpointCommand,
@@ -41,7 +42,7 @@ class DutyRelay(Protocol):
         """Raises Rejected or Unavailable."""
 
 
-class SaveLine:
+class DutyLine:
     def __init__(self, relay: DutyRelay, on_duties: Callable[[SaveDuties], None], on_lost: Callable[[], None]) -> None:
         """`on_duties` hears of everything new, after those who wait for an outcome; `on_lost` that nothing is to be heard."""
         self._relay = relay
@@ -91,8 +92,8 @@ class SaveLine:
             async with asyncio.timeout(patience):
                 return await outcome
         except Rejected as error:
-            if error.code in ("attempt-over", "attempt-committed"):
-                is_committed = error.code == "attempt-committed"
+            if error.code in (ErrorCode.ATTEMPT_OVER, ErrorCode.ATTEMPT_COMMITTED):
+                is_committed = error.code == ErrorCode.ATTEMPT_COMMITTED
                 return CheckpointSettled(
                     step=written.step,
                     attempt=written.attempt,

@@ -5,7 +5,7 @@ Trainers copy and train on; everything slow happens here. What there is to do st
 again after a kill finds the saves that its predecessor did not finish. A slot that shall be written is pinned as soon as
 we hear of it, in the order of the saves, and stays pinned until it is written: a later save takes another slot or is told that all are busy.
 
-Written shards are told to the master, which says who commits when all are there (`SaveLine`). Without a master, or one that is away for
+Written shards are told to the master, which says who commits when all are there (`DutyLine`). Without a master, or one that is away for
 long, the writer of shard 0 waits for the manifests of the others and commits by itself. After a break the nodes decide with the master which
 snapshot is worth writing; what may be is pinned before new workers start.
 
@@ -25,8 +25,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dlrover.agent.checkpoints.break_points import BreakPointSaves, Held, copied_slots, describe, in_order, pin_held
-from dlrover.agent.checkpoints.commits import NICENESS, Settling, is_due, nice_pool
+from dlrover.agent.checkpoints.commits import NICENESS, NodeCommits, is_due, nice_pool
 from dlrover.agent.checkpoints.duties import DutyRelay
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.checkpoint import (
     HeldSnapshot,
@@ -41,8 +42,6 @@ from dlrover.snapshot.files.direct_io import WriteOptions
 from dlrover.snapshot.memory.contents import decode_contents
 from dlrover.snapshot.memory.homes import Home, home_path, remove_empty_root
 from dlrover.snapshot.memory.segment import PinnedSlot, SlotName
-from dlrover.snapshot.memory.summing import Summer
-from dlrover.snapshot.storage.commit import ANOTHER_JOB
 from dlrover.snapshot.storage.persist import (
     SaveRequest,
     of_present_history,
@@ -52,6 +51,7 @@ from dlrover.snapshot.storage.persist import (
     release,
 )
 from dlrover.snapshot.storage.places import NotNamed, SavePlaces
+from dlrover.snapshot.storage.summing import Summer
 
 log = logging.getLogger("dlrover.agent")
 
@@ -108,7 +108,7 @@ class Saver:
         self._hurry = threading.Event()
         self._writer = nice_pool("dlrover-persist")
         self._summer = nice_pool("dlrover-sums")
-        self._settling = Settling(
+        self._commits = NodeCommits(
             self._breaks, self._turn, self._stop, run=self._run, patience_at_signal=config.patience_at_signal
         )
         self._sums = Summer()
@@ -128,11 +128,11 @@ class Saver:
 
     def report_to(self, relay: DutyRelay) -> None:
         """From here on the master is told, and asked who commits."""
-        self._settling.report_to(relay)
+        self._commits.report_to(relay)
 
     def tell_trainers_by(self, tell: Callable[[TrainerNews], None]) -> None:
         """How the workers of this node are told."""
-        self._settling.tell_trainers = tell
+        self._commits.tell_trainers = tell
 
     def enter(self, world: WorldSpec) -> None:
         """The workers of this world are about to start."""
@@ -147,7 +147,7 @@ class Saver:
         if self._path is not None and message.home == str(self._path):
             self._own_home(int(self._path.name.rsplit("-", 1)[1]))
             self._name_place(message.place)
-        self._settling.greet()
+        self._commits.greet()
 
     def on_saved(self, message: SnapshotSaved) -> SnapshotTaken | None:
         if self._path is None or Path(message.path).parent != self._path:
@@ -169,7 +169,7 @@ class Saver:
 
     def on_failed(self, message: SnapshotFailed) -> None:
         """A worker could not save at all; the master shows it. The worker has said it aloud itself."""
-        self._run(self._settling.tell_of(message), f"failure of step {message.step}")
+        self._run(self._commits.tell_of(message), f"failure of step {message.step}")
 
     def break_point(self) -> None:
         """The workers have failed or go: write their newest common snapshot, if the user wants that."""
@@ -221,7 +221,7 @@ class Saver:
         return in_order([*own, *((pinned, replace(request, is_writer=False)) for pinned, request in copies)])
 
     async def _write_decided(self, round_: Round, held: Held) -> None:
-        for pinned, request in await self._breaks.choose(self._settling.line, round_, held):
+        for pinned, request in await self._breaks.choose(self._commits.line, round_, held):
             if _key(request) in self._known:
                 release(pinned)
                 continue
@@ -255,7 +255,7 @@ class Saver:
     def close(self, *, is_removing: bool = False) -> None:
         """Let go; with `is_removing` the segments go as well, otherwise they are for the next agent or the launcher."""
         self._stop.set()
-        self._settling.close()
+        self._commits.close()
         if self._home is not None and is_removing:
             self._home.remove()
             remove_empty_root(self._config.root)
@@ -355,7 +355,7 @@ class Saver:
                     )
                 finally:
                     release(pinned)
-            await self._settling.settle(request, round_, digest, begun_at, is_adopted=is_adopted)
+            await self._commits.settle(request, round_, digest, begun_at, is_adopted=is_adopted)
         except (OSError, DLRoverError) as error:
             self._known.discard(_key(request))  # a break point may try it again
             self._report(
@@ -363,7 +363,7 @@ class Saver:
                 f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
                 "Training goes on, and the next save is tried as usual.",
             )
-            await self._settling.tell_failure(request, error)
+            await self._commits.tell_failure(request, error)
             return
         except Exception:  # the root of a task: a bug here must neither be silent nor end the job
             log.exception(
@@ -374,7 +374,7 @@ class Saver:
             key: at
             for key, at in self._reported.items()
             if at > begun_at  # storage failed while this save only waited for the others
-            or ANOTHER_JOB in key  # it goes on, however often we are quicker
+            or ErrorCode.ANOTHER_JOB in key  # it goes on, however often we are quicker
         }
         log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
 

@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dlrover.agent import side_thread
 from dlrover.agent.monitor.old_diagnosis_data import DiagnosisData
 from dlrover.agent.monitor.scrape import ScrapeError
+from dlrover.host import side_thread
+from dlrover.host.extensions import NoAnswer, TimedCalls, build_installed
 from dlrover.protocol.messages.job import Incarnation, NodeId
 from dlrover.protocol.messages.watch import MAX_SAMPLE_TEXT, MAX_SERIES, MAX_TEXT, SampleTaken, WatchObservation
 from dlrover.protocol.text import encodable
@@ -62,27 +63,17 @@ class Collectors:
 
     async def _repeat(self, name: str, collector: Any) -> None:
         interval = _interval(collector, self._shortest)
-        num_timeouts = 0
-        while num_timeouts < MAX_TIMEOUTS:
-            call = asyncio.ensure_future(_collect(collector))
-            done, _ = await asyncio.wait([call], timeout=self._time_limit)
-            if not done:
-                num_timeouts += 1
-                self._tell(name, trouble=f"it took longer than {self._time_limit:g} s")
-                await asyncio.wait([call])  # a thread cannot be ended: it is left alone until it comes back
-                call.exception()
-            else:
-                self._hear(name, call)
-            await asyncio.sleep(interval)  # nobody tells when something is worth measuring
-        log.warning("collector %s is asked no more: %d times too late", name, MAX_TIMEOUTS)
-
-    def _hear(self, name: str, call: asyncio.Future[object]) -> None:
-        try:
-            self._tell(name, *_checked(call.result()))
-        except ScrapeError as error:
-            self._tell(name, trouble=str(error))
-        except Exception as error:  # a collector may raise anything; that it did is all that is known
-            self._tell(name, trouble=f"{type(error).__name__}: {error}")
+        calls = TimedCalls("collector", time_limit=self._time_limit, max_timeouts=MAX_TIMEOUTS)
+        while not calls.is_disabled:
+            try:
+                self._tell(name, *_checked(await _collect(collector, calls)))
+            except NoAnswer as error:
+                self._tell(name, trouble=str(error.__cause__ if isinstance(error.__cause__, ScrapeError) else error))
+            except TypeError as error:
+                self._tell(name, trouble=f"TypeError: {error}")
+            await calls.wait_until_idle()
+            await asyncio.sleep(interval)  # no event tells when something is worth measuring
+        log.warning("collector %s is disabled after %d timeouts in a row", name, MAX_TIMEOUTS)
 
     def _tell(
         self, name: str, numbers: Mapping[str, float] | None = None, text: str = "", *, trouble: str = ""
@@ -109,22 +100,9 @@ class Collectors:
 
 def load_collectors(built_in: Sequence[Any] = ()) -> dict[str, Any]:
     """Ours, and those that are installed here. One that cannot be loaded costs a warning, and no other."""
-    from importlib import metadata  # late: workers start sooner without it
-
     found: dict[str, Any] = {collector.name: collector for collector in built_in}
-    for point in metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            collector = _with_new_name(point.load()())
-            if not callable(getattr(collector, "collect", None)):
-                raise TypeError("it has no method `collect`")
-            is_enabled = getattr(collector, "is_enabled", None)
-            if callable(is_enabled) and not is_enabled():
-                continue
-        except (Exception, SystemExit) as error:  # importing and building run the user's code, which may raise anything
-            log.warning("collector %s is left out: %s: %s", point.name, type(error).__name__, error)
-            continue
-        found[point.name] = collector
-    return found
+    installed = build_installed(ENTRY_POINTS, what="collector", method="collect", log=log, adapt=_adapt)
+    return found | dict(installed)
 
 
 class _Renamed:
@@ -136,18 +114,18 @@ class _Renamed:
         self.is_enabled = getattr(collector, "is_enabled", lambda: True)
 
 
-def _with_new_name(collector: Any) -> Any:
-    is_old = not hasattr(collector, "collect") and callable(getattr(collector, "collect_data", None))
-    return _Renamed(collector) if is_old else collector
+def _adapt(_name: str, collector: Any) -> Any:
+    """None: it does not want to run here."""
+    if not hasattr(collector, "collect") and callable(getattr(collector, "collect_data", None)):
+        collector = _Renamed(collector)
+    is_enabled = getattr(collector, "is_enabled", None)
+    return collector if not callable(is_enabled) or is_enabled() else None
 
 
-async def _collect(collector: Any) -> object:
+async def _collect(collector: Any, calls: TimedCalls) -> object:
     if inspect.iscoroutinefunction(collector.collect):
-        try:
-            return await collector.collect()
-        except SystemExit as error:
-            raise side_thread.as_error(error) from error
-    return await side_thread.begin(collector.collect, "collector")
+        return await calls.call_async(collector.collect)
+    return await calls.call(collector.collect)
 
 
 def _checked(answer: object) -> tuple[dict[str, float], str]:

@@ -42,6 +42,7 @@ from dlrover.protocol.messages.watch import (
     WatchOrder,
     WorkerDump,
 )
+from dlrover.protocol.progress_page import DEATH_NOTICE_AT
 
 log = logging.getLogger("dlrover.agent")
 
@@ -67,7 +68,7 @@ class FirstStep(NamedTuple):
 
 
 class WorkerWatch:
-    """One per agent. The worker groups take their seats here; the agent connects it to the master."""
+    """One per agent. The worker groups register their workers here; the agent connects it to the master."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class WorkerWatch:
         self._book = book or PhaseBook()
         self._native = NativeStacks()
         self._round = Round(0)
-        self._seats: list[WatchedWorker] = []
+        self._workers: list[WatchedWorker] = []
         self._stalls = StallWatch(self._book)
         self._changed = asyncio.Event()
         self._observe: Callable[[WatchObservation], None] = lambda _observation: None
@@ -95,13 +96,15 @@ class WorkerWatch:
         """Numbers of those that were taken up, oldest first."""
         self._looks: set[asyncio.Task[None]] = set()
         self._told_step: int | None = None
+        self._is_step_counted = False
+        """As workers of this or an earlier round have found out."""
         self.read_tail: Callable[[int, int], tuple[str, str]] | None = None
         """Gives the last that the worker of a local rank printed, up to so many bytes, and a note about it. May block."""
         self._monitor: ResourceMonitor | None = None
         self._collectors: Collectors | None = None
         if disks is not None:
             self._monitor = ResourceMonitor(
-                workers=lambda: {seat.pid: seat.global_rank for seat in self._seats if seat.pid},
+                workers=lambda: {worker.pid: worker.global_rank for worker in self._workers if worker.pid},
                 paths=disks,
                 observe=lambda observation: self._observe(observation),
                 who=lambda: self._who(),
@@ -130,45 +133,54 @@ class WorkerWatch:
         self._told_step = None
         if self._metrics_file and os.path.exists(self._metrics_file):
             os.unlink(self._metrics_file)  # of the round before: its step may have been lost
-        self._seats = [
+        self._workers = [
             WatchedWorker(local_rank=local, global_rank=world.first_global_rank + local)
             for local in range(world.local_world_size)
         ]
         self._changed.set()
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """What that worker needs to take its seat."""
-        if local_rank >= len(self._seats):
+        """What that worker needs to be watched."""
+        if local_rank >= len(self._workers):
             return {}
         return {
-            **self._seats[local_rank].environment(),
+            **self._workers[local_rank].environment(),
             "DLROVER_DUMP_SIGNAL": str(self._config.dump_signal),
             "DLROVER_PROGRESS_HOOKS": "1" if self._config.has_hooks else "0",
             "DLROVER_CANARY_EVERY": str(self._config.canary_every),
+            "DLROVER_STEP_COUNTED": "1" if self._is_step_counted else "0",
         }
 
+    def death_page(self, local_rank: int) -> tuple[int, int] | None:
+        """Descriptor and place at which that worker holds its `death_notice`."""
+        if local_rank >= len(self._workers):
+            return None
+        return self._workers[local_rank].page.descriptor, DEATH_NOTICE_AT
+
     def started(self, local_rank: int, pid: int) -> None:
-        if local_rank < len(self._seats):
-            self._seats[local_rank].pid = pid
+        if local_rank < len(self._workers):
+            self._workers[local_rank].pid = pid
         self._changed.set()
 
     def close_round(self) -> None:
         """All workers have ended. What they taught stays, and what they did last is told."""
         self.report()
-        readings = [seat.read() for seat in self._seats]
+        readings = [worker.read() for worker in self._workers]
         self._book.close_round([{phase: reading.buckets(phase) for phase in Phase} for reading in readings])
+        told = [reading.is_step_counted for reading in readings if reading.is_step_counted is not None]
+        self._is_step_counted = all(told) if told else self._is_step_counted
         for look in self._looks:
             look.cancel()
         self._looks.clear()
-        for seat in self._seats:
-            seat.close()
-        self._seats = []
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
 
     # Progress.
 
     def report(self) -> None:
         """Tell the master how far everybody is."""
-        if not self._seats:
+        if not self._workers:
             return
         node, incarnation = self._who()
         stalled = self._stalls.stalled
@@ -179,11 +191,11 @@ class WorkerWatch:
                 incarnation=incarnation,
                 round=self._round,
                 workers=tuple(
-                    seat.progress(
-                        is_stalled=seat.local_rank in stalled,
-                        told_step=self._told_step if seat.local_rank == 0 else None,
+                    worker.progress(
+                        is_stalled=worker.local_rank in stalled,
+                        told_step=self._told_step if worker.local_rank == 0 else None,
                     )
-                    for seat in self._seats
+                    for worker in self._workers
                 ),
             )
         )
@@ -193,13 +205,13 @@ class WorkerWatch:
         if round_ != self._round:
             return None
         self._read_metrics_file()
-        readings = [seat.read() for seat in self._seats]
+        readings = [worker.read() for worker in self._workers]
         steps = [reading.step for reading in readings if reading.is_step_named]
         return max((step for step in (*steps, self._told_step) if step is not None), default=None)
 
     def reach(self, round_: Round) -> Reach:
         """The furthest of each count that workers of this round told."""
-        readings = [seat.read().reach for seat in self._seats] if round_ == self._round else []
+        readings = [worker.read().reach for worker in self._workers] if round_ == self._round else []
         return functools.reduce(furthest, readings, NOTHING_TOLD)
 
     def is_before_step(self, local_rank: int, *, is_young: bool) -> bool:
@@ -207,9 +219,9 @@ class WorkerWatch:
         Whether that worker is known not to have made a step. Hooks count them. Without hooks (torch is not imported, or the worker has not
         begun yet) a young worker has made none.
         """
-        if not self._config.has_hooks or local_rank >= len(self._seats) or self._told_step is not None:
+        if not self._config.has_hooks or local_rank >= len(self._workers) or self._told_step is not None:
             return False
-        reading = self._seats[local_rank].read()
+        reading = self._workers[local_rank].read()
         return (reading.has_hooks or is_young) and reading.step is None and not reading.num_steps
 
     def first_step(self, after: Round) -> FirstStep | None:
@@ -217,7 +229,7 @@ class WorkerWatch:
         if self._round <= after:
             return None
         self._read_metrics_file()
-        done = [reading for reading in (seat.read() for seat in self._seats) if reading.num_steps]
+        done = [reading for reading in (worker.read() for worker in self._workers) if reading.num_steps]
         named = [reading.step - reading.num_steps + 1 for reading in done if reading.is_step_named and reading.step]
         if done:
             return FirstStep(self._round, min(named) if named else None)
@@ -256,23 +268,23 @@ class WorkerWatch:
     def _look_at_pages(self) -> float | None:
         """Seconds until it is due again; None: until something changes."""
         seen = {}
-        for seat in self._seats:
-            reading = seat.read()
-            if seat.pid and reading.pid:
+        for worker in self._workers:
+            reading = worker.read()
+            if worker.pid and reading.pid:
                 stands = time.monotonic() - reading.since_ns / 1e9 >= self._book.least
-                seen[seat.local_rank] = SeenPage(
+                seen[worker.local_rank] = SeenPage(
                     phase=reading.phase,
                     since=reading.since_ns / 1e9,
                     num_changes=reading.num_changes,
                     has_stepped=reading.step is not None,
                     counts=reading.buckets(reading.phase),
-                    is_stopped=stands and seat.is_stopped,
+                    is_stopped=stands and worker.is_stopped,
                 )
-        if not self._seats:
+        if not self._workers:
             return None
         has_changed, wait = self._stalls.see(seen, time.monotonic())
         if has_changed:
-            stalled = [self._seats[rank].global_rank for rank in self._stalls.stalled]
+            stalled = [self._workers[rank].global_rank for rank in self._stalls.stalled]
             log.info("stalled ranks: %s", stalled or "none")
             self.report()
         return min(wait, _LONGEST_WAIT)
@@ -308,7 +320,7 @@ class WorkerWatch:
         return order.expires_in - max(0.0, (self._master_now() - order.at) / 1e6)
 
     async def _send_tail(self, order: SendTail) -> None:
-        local = next((seat.local_rank for seat in self._seats if seat.global_rank == order.global_rank), None)
+        local = next((worker.local_rank for worker in self._workers if worker.global_rank == order.global_rank), None)
         text, note = "", f"rank {order.global_rank} is not here now"
         if local is not None and self.read_tail is not None:
             text, note = await asyncio.to_thread(self.read_tail, local, order.max_bytes)
@@ -329,7 +341,7 @@ class WorkerWatch:
             if number == 0:
                 left = max(order.again_after, 0.1)
                 if is_current:
-                    await self._native.sample([seat.pid for seat in self._seats if seat.pid], within=left - 0.3)
+                    await self._native.sample([worker.pid for worker in self._workers if worker.pid], within=left - 0.3)
                 await asyncio.sleep(max(0.0, began_at + left - time.monotonic()))
 
     async def dump(self, *, is_second: bool = False) -> tuple[WorkerDump, ...]:
@@ -339,43 +351,43 @@ class WorkerWatch:
         Writing stacks takes a worker some processor time and output. What it used is therefore read after the first dump and before the
         second, so that between the two only its own doings count.
         """
-        seats = list(self._seats)
-        facts = [seat.facts() for seat in seats]
-        asked = [seat for seat in seats if seat.ask_for_stacks()]
-        recording = [seat for seat in seats if seat.ask_for_collectives()]
+        workers = list(self._workers)
+        facts = [worker.facts() for worker in workers]
+        asked = [worker for worker in workers if worker.ask_for_stacks()]
+        recording = [worker for worker in workers if worker.ask_for_collectives()]
         await _written(asked)
         await _recorded(recording)
-        deaf = [seat.pid for seat, known in zip(seats, facts, strict=True) if known.state in _CANNOT_ANSWER]
+        deaf = [worker.pid for worker, known in zip(workers, facts, strict=True) if known.state in _CANNOT_ANSWER]
         read = await self._native.read_deaf(deaf, within=_SAMPLER_TIMEOUT)
         if not is_second:
-            facts = [_later_use(before, seat.facts()) for before, seat in zip(facts, seats, strict=True)]
+            facts = [_later_use(before, worker.facts()) for before, worker in zip(facts, workers, strict=True)]
         stalled = self._stalls.stalled
         return tuple(
-            seat.dump(
+            worker.dump(
                 known,
-                seat.stacks() if seat in asked else (),
-                is_stalled=seat.local_rank in stalled,
-                native=self._native.of(seat.pid) if is_second else (),
-                read=read.get(seat.pid, ()),
-                recorded=seat.recorded() if seat in recording else (),
+                worker.stacks() if worker in asked else (),
+                is_stalled=worker.local_rank in stalled,
+                native=self._native.of(worker.pid) if is_second else (),
+                read=read.get(worker.pid, ()),
+                recorded=worker.recorded() if worker in recording else (),
             )
-            for seat, known in zip(seats, facts, strict=True)
+            for worker, known in zip(workers, facts, strict=True)
         )
 
     def note_stuck(self, pids: Sequence[int]) -> None:
         """These will be killed soon because they do not end: write down what they are doing."""
-        seats = [seat for seat in self._seats if seat.pid in pids]
-        if seats:
-            self._spawn(self._log_stuck(seats))
+        workers = [worker for worker in self._workers if worker.pid in pids]
+        if workers:
+            self._spawn(self._log_stuck(workers))
 
-    async def _log_stuck(self, seats: list[WatchedWorker]) -> None:
-        asked = [seat for seat in seats if seat.ask_for_stacks()]
+    async def _log_stuck(self, workers: list[WatchedWorker]) -> None:
+        asked = [worker for worker in workers if worker.ask_for_stacks()]
         await _written(asked)
         node, incarnation = self._who()
-        for seat in seats:
-            dump = seat.dump(seat.facts(), seat.stacks() if seat in asked else (), is_stalled=True)
+        for worker in workers:
+            dump = worker.dump(worker.facts(), worker.stacks() if worker in asked else (), is_stalled=True)
             text = describe(dump)
-            log.warning("global rank %d does not end and will be killed: %s", seat.global_rank, text)
+            log.warning("global rank %d does not end and will be killed: %s", worker.global_rank, text)
             self._observe(
                 NodeEvent(
                     node=node,
@@ -383,7 +395,7 @@ class WorkerWatch:
                     level="warn",
                     name="stuck-worker",
                     text=text[:2048],
-                    rank=seat.global_rank,
+                    rank=worker.global_rank,
                 )
             )
 
@@ -414,23 +426,23 @@ def describe(dump: WorkerDump) -> str:
     return "\n".join([*lines, *(f"  child {child}" for child in dump.children[:8])])
 
 
-async def _written(seats: Sequence[WatchedWorker]) -> None:
+async def _written(workers: Sequence[WatchedWorker]) -> None:
     """Until the dumps of these are complete: there, growing no more, and no handler at work on them."""
-    sizes = [0] * len(seats)
+    sizes = [0] * len(workers)
     until = time.monotonic() + _DUMP_TIMEOUT
-    while seats and time.monotonic() < until:
+    while workers and time.monotonic() < until:
         await asyncio.sleep(_DUMP_LOOK)
-        now = [seat.num_dumped() for seat in seats]
-        if now == sizes and all(now) and not any(seat.is_dumping() for seat in seats):
+        now = [worker.num_dumped() for worker in workers]
+        if now == sizes and all(now) and not any(worker.is_dumping() for worker in workers):
             return
         sizes = now
 
 
-async def _recorded(seats: Sequence[WatchedWorker]) -> None:
+async def _recorded(workers: Sequence[WatchedWorker]) -> None:
     """Until these have answered, or had their time: one whose main thread holds the interpreter lock never does."""
     until = time.monotonic() + _RECORD_TIMEOUT
     while time.monotonic() < until:
-        if all(seat.has_recorded() for seat in seats):
+        if all(worker.has_recorded() for worker in workers):
             return
         await asyncio.sleep(_DUMP_LOOK)
 

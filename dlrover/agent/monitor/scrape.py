@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from dlrover.agent import side_thread
+from dlrover.host import side_thread
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.watch import MAX_SERIES
 

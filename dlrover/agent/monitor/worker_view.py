@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from dlrover.agent.monitor.links import Links, read_links
-from dlrover.agent.workers.process_tree import send_signal
 from dlrover.host.processes import RunningProcess, descendants, look_up
+from dlrover.host.signals import send_signal
 from dlrover.protocol.messages.watch import (
     MAX_FRAMES,
     MAX_TEXT,

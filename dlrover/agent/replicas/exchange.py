@@ -29,11 +29,12 @@ from dlrover.agent.config import AgentConfig
 from dlrover.agent.relay import SnapshotRelay
 from dlrover.agent.replicas.config import ReplicaConfig
 from dlrover.agent.replicas.editions import editions, shards_of_node
-from dlrover.agent.replicas.fetching import Errand
+from dlrover.agent.replicas.fetching import SnapshotFetch
 from dlrover.agent.replicas.parity_exchange import ParityGroup, await_group, give_pieces
 from dlrover.agent.replicas.store import ReplicaStore, header_of, meta_of
 from dlrover.agent.replicas.wire import PeerConnection, PeerServer, RateLimit, Secret, be_nice, connect
 from dlrover.protocol.addresses import TlsConfig
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import OpenSnapshots
 from dlrover.protocol.messages.job import NodeId, NodeRank, Round, WorldSpec
@@ -231,7 +232,7 @@ class ReplicaExchange:
             # In another thread: the other members may first do other shards of theirs.
             await loop.run_in_executor(self._waiter, wait_for_others)
         except Rejected as error:
-            if error.code == "superseded":
+            if error.code == ErrorCode.SUPERSEDED:
                 return False
             self._let_go(request.shard)
             raise
@@ -260,9 +261,13 @@ class ReplicaExchange:
                     self._send_copy(connection, pinned, request, round_)
                 break
             except (Unavailable, Rejected) as error:
-                if isinstance(error, Rejected) and error.code == "stale-generation":
+                if isinstance(error, Rejected) and error.code == ErrorCode.STALE_GENERATION:
                     return  # it has this one, or a newer one
-                is_passing = isinstance(error, Unavailable) or error.code in ("not-yet", "busy", "unavailable")
+                is_passing = isinstance(error, Unavailable) or error.code in (
+                    ErrorCode.NOT_YET,
+                    ErrorCode.BUSY,
+                    ErrorCode.UNAVAILABLE,
+                )
                 if not tries_left or not is_passing:
                     raise
                 time.sleep(_PAUSE * random.uniform(0.5, 1.5))
@@ -308,21 +313,23 @@ class ReplicaExchange:
         if self._members == former and self._has_all(world):
             return  # the same nodes as before, each with its own
         self._is_free.clear()
-        errand = Errand(self._config, world, home, connect=self._connect, store=self._store, own_address=self.address)
+        fetch = SnapshotFetch(
+            self._config, world, home, connect=self._connect, store=self._store, own_address=self.address
+        )
         pool = ThreadPoolExecutor(
             1, thread_name_prefix="dlrover-enter"
-        )  # of its own: a former errand that was given up may still wait for a peer
+        )  # of its own: a former fetch that was given up may still wait for a peer
         try:
-            await asyncio.get_running_loop().run_in_executor(pool, errand.run, peers)
+            await asyncio.get_running_loop().run_in_executor(pool, fetch.run, peers)
         finally:
-            errand.end()
+            fetch.end()
             self._is_free.set()
             pool.shutdown(wait=False, cancel_futures=True)
-        if errand.num_fetched:
+        if fetch.num_fetched:
             self._on_home()
             took = time.monotonic() - begun_at
-            log.warning("%d snapshots came from other nodes in %.2f s", errand.num_fetched, took)
-        self._offer_again(errand.attempt)
+            log.warning("%d snapshots came from other nodes in %.2f s", fetch.num_fetched, took)
+        self._offer_again(fetch.attempt)
 
     def _offer_again(self, attempt: str) -> None:
         """The plan of this round is another one: who keeps our newest may not have it yet."""

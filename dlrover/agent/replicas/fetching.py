@@ -1,5 +1,5 @@
 """
-One errand: get the snapshots that the workers of a round need from the other nodes, before the workers start.
+One fetch: get the snapshots that the workers of a round need from the other nodes, before the workers start.
 
 Everything happens in threads, and everything ends: with the deadline, or when somebody says that it is not wanted any more. Nothing that
 arrives later than that is put where a trainer would find it, because by then trainers save there.
@@ -22,10 +22,11 @@ from dlrover.agent.replicas.parity_exchange import Connect, compute_image
 from dlrover.agent.replicas.store import ReplicaStore, geometry_of
 from dlrover.agent.replicas.wire import PeerConnection
 from dlrover.host.ownership import make_private
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.job import WorldSpec
 from dlrover.protocol.messages.peers import Accepted, HeldList, ListHeld, Peer, Peers, PullSlot, SlotHeader
-from dlrover.snapshot.memory.image import read_head
+from dlrover.snapshot.image import read_head
 from dlrover.snapshot.memory.mirror import ArrivingSlot, Fill, next_generation, own_path, read_transfer
 from dlrover.snapshot.memory.segment_format import Geometry, Owner, SlotRecord, Sums
 
@@ -36,7 +37,7 @@ NUM_LISTENERS = 16
 NUM_FETCHERS = 4
 
 
-class Errand:
+class SnapshotFetch:
     """Run once, by a thread of the caller."""
 
     def __init__(
@@ -161,7 +162,7 @@ class Errand:
         connection.send(PullSlot(round=self._world.round, shard=shard, attempt=edition.attempt))
         header = connection.receive(SlotHeader)
         if (header.shard, header.attempt) != (shard, edition.attempt):
-            raise Rejected(f"shard {header.shard} came instead of shard {shard}", code="malformed")
+            raise Rejected(f"shard {header.shard} came instead of shard {shard}", code=ErrorCode.MALFORMED)
         geometry = geometry_of(header)
         record, sums = read_transfer(header.record, header.sums, geometry)
         self._put(shard, geometry, record, sums, connection.receive_into, lambda: connection.send(Accepted()))

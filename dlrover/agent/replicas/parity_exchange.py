@@ -20,11 +20,12 @@ from msgspec import Struct
 from dlrover.agent.replicas.editions import Edition, Rows
 from dlrover.agent.replicas.parity_store import ParityStore
 from dlrover.agent.replicas.wire import PeerConnection, RateLimit
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.identity import Round
 from dlrover.protocol.messages.peers import Accepted, AwaitParity, Peer, Piece, PieceHeader, PullPiece
+from dlrover.snapshot.image import Image
 from dlrover.snapshot.memory.checksum import Corrupt, algorithm_of, best_algorithm, checksum_function, joint_checksum
-from dlrover.snapshot.memory.image import Image
 from dlrover.snapshot.memory.room import find_room
 from dlrover.snapshot.memory.segment import PinnedSlot
 from dlrover.snapshot.parity import Add, holders_of, piece_range, rebuild, stripes_of
@@ -244,7 +245,7 @@ class _Sources:
                 connection.send(request)
                 piece = connection.receive(Piece)
                 if piece.length > request.length:
-                    raise Rejected("more came than was asked for", code="malformed")
+                    raise Rejected("more came than was asked for", code=ErrorCode.MALFORMED)
                 data = bytearray(piece.length)
                 connection.receive_into(memoryview(data))
             except Unavailable:
@@ -291,10 +292,10 @@ def _send_piece(
         connection.send(header)
         connection.await_consent()
     except Rejected as error:
-        if error.code == "have-it":
+        if error.code == ErrorCode.HAVE_IT:
             return
-        if error.code == "stale-generation":
-            raise Rejected(str(error), code="superseded") from error
+        if error.code == ErrorCode.STALE_GENERATION:
+            raise Rejected(str(error), code=ErrorCode.SUPERSEDED) from error
         raise
     for part in parts:
         connection.send_bytes(part, limit=limit, is_paused=pause)
@@ -318,7 +319,7 @@ def _await_parity(
                 lines.insist(address, functools.partial(_ask_for_parity, question))
             return
         except Rejected as error:
-            if error.code != "not-yet":
+            if error.code != ErrorCode.NOT_YET:
                 raise
             if time.monotonic() >= deadline:
                 raise Unavailable("the other members of the group did not protect this save in time") from error

@@ -18,6 +18,7 @@ from dlrover.agent.replicas.holdings import Holdings
 from dlrover.agent.replicas.parity_store import MOST_PULLED_BYTES, ParityStore, send_piece
 from dlrover.agent.replicas.wire import PeerConnection, be_nice
 from dlrover.host.ownership import make_private
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.identity import Round
 from dlrover.protocol.messages.peers import (
@@ -31,7 +32,7 @@ from dlrover.protocol.messages.peers import (
     Refused,
     SlotHeader,
 )
-from dlrover.snapshot.memory.image import Image
+from dlrover.snapshot.image import Image
 from dlrover.snapshot.memory.mirror import ArrivingSlot, copy_path, copy_paths, read_transfer, remove_copies
 from dlrover.snapshot.memory.segment import PinnedSlot, Segment
 from dlrover.snapshot.memory.segment_format import (
@@ -111,7 +112,7 @@ class ReplicaStore:
             except (DLRoverError, OSError) as error:
                 if isinstance(error, Unavailable) and error.retry_after is None:
                     raise
-                code = error.code if isinstance(error, Rejected) else type(error).__name__.lower()
+                code = error.code if isinstance(error, Rejected | Unavailable) else ErrorCode.INTERNAL
                 log.info("a peer's request was refused: %s", error)
                 connection.send(Refused(code=code, message=str(error)))
                 if isinstance(request, SlotHeader):
@@ -138,12 +139,14 @@ class ReplicaStore:
 
     def _check(self, round_: Round) -> None:
         if round_ < self.round:
-            raise Rejected(f"The peer is in round {round_}, this node in round {self.round}.", code="stale-round")
+            raise Rejected(
+                f"The peer is in round {round_}, this node in round {self.round}.", code=ErrorCode.STALE_ROUND
+            )
 
     def _give(self, connection: PeerConnection, request: PullSlot) -> None:
         found = None if self._holdings is None else self._holdings.pin(request.shard, request.attempt)
         if found is None:
-            raise Rejected(f"Shard {request.shard} of that save is not here any more.", code="not-here")
+            raise Rejected(f"Shard {request.shard} of that save is not here any more.", code=ErrorCode.NOT_HERE)
         pinned, about = found
         try:
             send_slot(connection, pinned, about, self.round)
@@ -152,14 +155,14 @@ class ReplicaStore:
 
     def _take(self, connection: PeerConnection, header: SlotHeader) -> None:
         if self._holdings is None:
-            raise Rejected("This node is in no round yet.", code="not-yet")
+            raise Rejected("This node is in no round yet.", code=ErrorCode.NOT_YET)
         geometry = geometry_of(header)
         record, sums = read_transfer(header.record, header.sums, geometry)
         geometry = Geometry(num_slots=NUM_COPIES, meta_bytes=geometry.meta_bytes, data_bytes=geometry.data_bytes)
         home, path = self._holdings.home, copy_path(self._holdings.home, header.shard, header.sequence)
         with self._taking:
             if header.shard in self._in_work:
-                raise Rejected(f"A copy of shard {header.shard} is arriving already.", code="busy")
+                raise Rejected(f"A copy of shard {header.shard} is arriving already.", code=ErrorCode.BUSY)
             slot = self._choose_slot(header, record, path)
             self._in_work.add(header.shard)
         try:
@@ -185,7 +188,7 @@ class ReplicaStore:
             raise Rejected(
                 f"Generation {record.generation} of round {record.round} of shard {header.shard}: generation "
                 f"{newest.generation} of round {newest.round} is here already.",
-                code="stale-generation",
+                code=ErrorCode.STALE_GENERATION,
             )
         if record.generation <= newest.generation:
             remove_copies(
@@ -213,7 +216,7 @@ class _Images:
         assert self._image is not None, "opened above"
         begin, end = request.start, request.start + request.length
         if not 0 <= begin <= end <= self._image.num_bytes or request.length > MOST_PULLED_BYTES:
-            raise Rejected(f"The image has {self._image.num_bytes} bytes.", code="malformed")
+            raise Rejected(f"The image has {self._image.num_bytes} bytes.", code=ErrorCode.MALFORMED)
         send_piece(connection, b"".join(self._image.read(begin, end)))
 
     def close(self) -> None:
@@ -228,7 +231,7 @@ class _Images:
         holdings = self._store.holdings
         found = None if holdings is None else holdings.pin(request.shard, request.attempt)
         if found is None:
-            raise Rejected(f"Shard {request.shard} of that save is not here any more.", code="not-here")
+            raise Rejected(f"Shard {request.shard} of that save is not here any more.", code=ErrorCode.NOT_HERE)
         self._pinned, about = found
         self._image = Image(self._pinned, about)
         self._key = (request.shard, request.attempt)
@@ -241,7 +244,7 @@ def geometry_of(header: SlotHeader) -> Geometry:
 def header_of(pinned: PinnedSlot, request: SaveRequest, round_: Round) -> SlotHeader:
     sums = pinned.sums()
     if sums is None:
-        raise Rejected("The snapshot has no checksums yet.", code="not-yet")
+        raise Rejected("The snapshot has no checksums yet.", code=ErrorCode.NOT_YET)
     geometry = pinned.segment.geometry
     return SlotHeader(
         round=round_,

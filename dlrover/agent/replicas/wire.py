@@ -32,6 +32,7 @@ import msgspec
 
 from dlrover.agent.replicas.handshakes import HANDSHAKE, Caller, Handshakes
 from dlrover.protocol.addresses import Address, TlsConfig, is_loopback, parse_address
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.peers import (
     PEER_PROTOCOL,
@@ -137,19 +138,21 @@ class PeerConnection:
         self.receive_into(memoryview(head))
         length, crc = _HEAD.unpack(head)
         if length > self.max_message_bytes:
-            raise Rejected(f"a message of {length} bytes: the limit is {self.max_message_bytes}", code="too-large")
+            raise Rejected(
+                f"a message of {length} bytes: the limit is {self.max_message_bytes}", code=ErrorCode.TOO_LARGE
+            )
         body = bytearray(length)
         self.receive_into(memoryview(body))
         if zlib.crc32(body) != crc:
-            raise Rejected("a message arrived with another checksum than it was sent with", code="corrupt")
+            raise Rejected("a message arrived with another checksum than it was sent with", code=ErrorCode.CORRUPT)
         try:
             message = _DECODER.decode(body)
         except msgspec.MsgspecError as error:
-            raise Rejected(f"a message cannot be read: {error}", code="malformed") from error
+            raise Rejected(f"a message cannot be read: {error}", code=ErrorCode.MALFORMED) from error
         if isinstance(message, Refused):
             raise Rejected(message.message or message.code, code=message.code)
         if not isinstance(message, kinds):
-            raise Rejected(f"{type(message).__name__} was not to come now", code="malformed")
+            raise Rejected(f"{type(message).__name__} was not to come now", code=ErrorCode.MALFORMED)
         return message
 
     def await_consent(self) -> None:
@@ -225,13 +228,14 @@ def connect(
         challenge = connection.receive(Challenge)
         if challenge.version != PEER_PROTOCOL:
             raise Rejected(
-                f"the agent at {address} speaks version {challenge.version}, not {PEER_PROTOCOL}", code="version"
+                f"the agent at {address} speaks version {challenge.version}, not {PEER_PROTOCOL}",
+                code=ErrorCode.VERSION,
             )
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.send(Proof(nonce=nonce, mac=secret.mac(b"caller", challenge.nonce, nonce)))
         welcome = connection.receive(Welcome)
         if not hmac.compare_digest(welcome.mac, secret.mac(b"called", challenge.nonce, nonce)):
-            raise Rejected(f"the agent at {address} does not know this job's token", code="bad-token")
+            raise Rejected(f"the agent at {address} does not know this job's token", code=ErrorCode.BAD_TOKEN)
     except BaseException:
         connection.close()
         raise
@@ -357,8 +361,8 @@ class PeerServer:
         connection.send(Challenge(nonce=nonce))
         proof = connection.receive(Proof)
         if not hmac.compare_digest(proof.mac, self._secret.mac(b"caller", nonce, proof.nonce)):
-            connection.send(Refused(code="bad-token", message="The caller does not know this job's token."))
-            raise Rejected("the caller does not know this job's token", code="bad-token")
+            connection.send(Refused(code=ErrorCode.BAD_TOKEN, message="The caller does not know this job's token."))
+            raise Rejected("the caller does not know this job's token", code=ErrorCode.BAD_TOKEN)
         connection.send(Welcome(mac=self._secret.mac(b"called", nonce, proof.nonce)))
 
 

@@ -45,7 +45,8 @@ from dlrover.core.check.pairing import (
     neighbours,
     together,
 )
-from dlrover.protocol.errors import Rejected
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.job import NodeRank, Round
 
 _NUM_TIMES_SHOWN = 32
@@ -144,7 +145,7 @@ class CheckCycle(Struct, kw_only=True):
     ) -> CheckCycle:
         """`mode` None: by scheduling groups if there are at least two of them, else in pairs."""
         if not members:
-            raise Rejected("A node check needs at least one node.", code="malformed")
+            raise malformed("A node check needs at least one node.")
         ordered = {rank: members[rank] for rank in sorted(members)}
         num_groups = len(by_scheduling_group(ordered, ordered))
         if mode is not CheckMode.ALL:
@@ -168,12 +169,15 @@ class CheckCycle(Struct, kw_only=True):
         if of_round != self.round or self.final is not None:
             state = "has its verdict" if self.final is not None else "runs"
             raise Rejected(
-                f"Node rank {rank} reports a check of round {of_round}; round {self.round} {state}.", code="stale-round"
+                f"Node rank {rank} reports a check of round {of_round}; round {self.round} {state}.",
+                code=ErrorCode.STALE_ROUND,
             )
         if rank not in self.places or rank in self.gone:
-            raise Rejected(f"Node rank {rank} takes no part in the check of round {of_round}.", code="not-a-member")
+            raise Rejected(
+                f"Node rank {rank} takes no part in the check of round {of_round}.", code=ErrorCode.NOT_A_MEMBER
+            )
         if not (math.isfinite(elapsed_ms) and 0 <= elapsed_ms <= _LONGEST_MS):
-            raise Rejected(f"elapsed {elapsed_ms} ms: give milliseconds from 0 to a day.", code="malformed")
+            raise malformed(f"elapsed {elapsed_ms} ms: give milliseconds from 0 to a day.")
 
         if rank in self.waiting:
             del self.waiting[rank]

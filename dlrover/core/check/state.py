@@ -4,17 +4,26 @@ The state of the node check: plain data, changed by `node_check` and `check_cons
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 
-from dlrover.core.check.cycle import CheckCycle
-from dlrover.core.membership.nodes import after_outage
-from dlrover.protocol.messages.check import CheckResult, CheckTerms
-from dlrover.protocol.messages.job import Micros, NodeId, NodeRank, Round, WorldSpec
-
-if TYPE_CHECKING:
-    from dlrover.core.state import JobState
+from dlrover.core.check.cycle import CheckCycle, CheckStatus
+from dlrover.core.check.evidence import say_ranks
+from dlrover.core.membership.nodes import Node, Opening, after_outage
+from dlrover.protocol.messages.check import CheckResult
+from dlrover.protocol.messages.job import (
+    Check,
+    JoinCheck,
+    Limits,
+    Micros,
+    NodeId,
+    NodeRank,
+    Round,
+    StopCause,
+    Wait,
+    Wish,
+    WorldSpec,
+)
+from dlrover.protocol.messages.precheck import OperatorResult, PreCheckStage, PreCheckStatus
 
 
 class CheckJoined(Struct, frozen=True):
@@ -64,16 +73,47 @@ class NodeCheck(Struct):
     def next_round(self) -> Round:
         return Round(self.round + 1)
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether nodes are kept from training by the check itself, however long that takes."""
-        return self.cycle is not None or bool(self.perf)
-
     def ends_at(self) -> Micros | None:
         """When somebody who has not reported counts as failed."""
         if self.cycle is None:
             return None
         return min(self.phase_ends_at, *self.hurried.values()) if self.hurried else self.phase_ends_at
+
+    def wish_of(self, node: Node, opening: Opening | None) -> Wish:
+        """Of a node that must be checked. `opening`: of the round to which the members of a world are called back, if it is one."""
+        rank, cycle, joined, number = node.rank, self.cycle, self.joined.get(node.id), self.next_round
+        if cycle is not None and self.members.get(rank) == node.id and rank in cycle.places and rank not in cycle.gone:
+            if rank not in cycle.waiting:
+                return Wait("your part of the node check is done, others still run")
+            if rank in self.worlds:
+                return Check(self.worlds[rank], cycle.trials[-1].name)
+            number = cycle.round
+        if joined is not None and joined.round == number:
+            return Wait(f"you have joined round {number} of the node check, others have not yet")
+        if opening is not None:
+            return JoinCheck(number, opening.cause, opening.reason)
+        return JoinCheck(number, StopCause.MEMBERSHIP, "nodes are checked before they train")
+
+    def note_on(self, node: Node) -> str:
+        """The verdict on a slow node that trains all the same, for its own console; empty: nothing is to be said of it."""
+        result = self.results.get(node.rank)
+        if result is None or result.node != node.id or result.status != CheckStatus.STRAGGLER:
+            return ""
+        return (
+            f"the node check found this node slow ({result.elapsed_ms:.0f} ms: {result.reason}); it trains all the same"
+        )
+
+    def explain_timeout(self, round_: Round, num_waiting: int, limits: Limits) -> str:
+        """The final sentence of a job whose nodes never were enough for a check; empty: that is not the reason."""
+        if not self.needed:
+            return ""
+        num_come = len(self.joined) + num_waiting
+        absent = [rank for node, rank in self.needed.items() if node not in self.joined]
+        lack = f"; {say_ranks(absent)} did not join it" if absent else ""
+        return (
+            f"Round {round_}: {num_come} of at least {limits.min_nodes} nodes came to the node check within "
+            f"{limits.join_timeout:g} s{lack}. Start the missing nodes, or allow fewer with --nnodes."
+        )
 
     def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
         """Nobody could join or report while the master was away."""
@@ -99,7 +139,10 @@ class NodeCheck(Struct):
         self.joined = {node: joined for node, joined in self.joined.items() if joined.round > self.round}
 
 
-def terms_of(state: JobState) -> CheckTerms:
-    assert state.terms is not None, "a check before any node came"
-    assert state.terms.check is not None, "this job has no node check"
-    return state.terms.check
+class PreCheck(Struct):
+    stage: PreCheckStage = PreCheckStage.DISABLED
+    results: tuple[OperatorResult, ...] = ()
+    message: str = ""
+
+    def status(self) -> PreCheckStatus:
+        return PreCheckStatus(stage=self.stage, results=self.results, message=self.message)

@@ -9,26 +9,21 @@ none. The workers of the next round need not wait for any of it: what they may n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from msgspec import Struct
-
-from dlrover.core.membership.nodes import after_outage
-from dlrover.core.outcome import micros
-from dlrover.protocol.errors import Rejected
+from dlrover.core.checkpoints.state import BreakPoint, BreakPointDecision
+from dlrover.core.decision import Decision
+from dlrover.core.membership.nodes import Node
+from dlrover.core.state import JobState
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.checkpoint import (
     MAX_NAME_CHARS,
     MAX_PATH_CHARS,
     MAX_SHARDS,
     HeldSnapshot,
-    PersistSnapshot,
     SnapshotsHeld,
 )
+from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import Done, LookAgain, Micros, NodeId, Reply, Round
-
-if TYPE_CHECKING:
-    from dlrover.core.decision import Course
-    from dlrover.core.state import JobState
 
 BREAK_GRACE = 10.0
 """Seconds from the first report to the decision, if somebody's is missing."""
@@ -37,119 +32,68 @@ MAX_HELD = 4096
 _LARGEST = 2**53
 
 
-class BreakPoint(Struct, kw_only=True):
-    """The gathering of reports after one round."""
-
-    number: int
-    round: Round
-    ends_at: Micros
-    missing: list[NodeId]
-    """Members that have not told yet."""
-    held: dict[NodeId, tuple[HeldSnapshot, ...]] = {}
-    promised: dict[NodeId, tuple[HeldSnapshot, ...]] = {}
-    """What nodes that have left are writing by themselves."""
-
-
-class BreakPointDecision(Struct, kw_only=True):
-    """What was decided after a round, for one directory."""
-
-    number: int
-    round: Round
-    nodes: list[NodeId]
-    """Who had told, and may let go of everything else."""
-    directory: str = ""
-    attempt: str = ""
-    step: int = -1
-    shards: dict[NodeId, list[int]] = {}
-
-
-class BreakPoints(Struct):
-    open: BreakPoint | None = None
-    decisions: list[BreakPointDecision] = []
-    """Of the newest round that had any."""
-    promises: dict[str, list[int]] = {}
-    """By attempt and directory of those decisions: shards that are written by nodes which have left."""
-
-    def duties_of(self, node: NodeId, since: int) -> tuple[PersistSnapshot, ...]:
-        return tuple(
-            PersistSnapshot(
-                number=each.number,
-                round=each.round,
-                directory=each.directory,
-                attempt=each.attempt,
-                step=each.step,
-                shards=tuple(each.shards.get(node, ())),
-            )
-            for each in self.decisions
-            if each.number > since and node in each.nodes
-        )
-
-    def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
-        if self.open is not None:
-            self.open.ends_at = after_outage(self.open.ends_at, last_command_at, now)
-
-
-def hear(command: SnapshotsHeld, course: Course) -> Reply:
-    state, breaks = course.state, course.state.checkpoints.breaks
+def hear(command: SnapshotsHeld, decision: Decision) -> Reply:
+    state, breaks = decision.state, decision.state.checkpoints.breaks
     node = state.nodes.current(command.node, command.incarnation)
     rdzv = state.rendezvous
     if not rdzv.round - 1 <= command.round <= rdzv.round or command.round < 1:
         raise Rejected(
-            f"Workers of round {command.round} have ended; the newest round is {rdzv.round}.", code="stale-round"
+            f"Workers of round {command.round} have ended; the newest round is {rdzv.round}.",
+            code=ErrorCode.STALE_ROUND,
         )
     if breaks.open is not None and command.round < breaks.open.round:
-        raise Rejected(f"Snapshots of round {command.round} come too late.", code="stale-round")
+        raise Rejected(f"Snapshots of round {command.round} come too late.", code=ErrorCode.STALE_ROUND)
     if len(command.held) > MAX_HELD or not all(_is_sane(each) for each in command.held):
-        raise Rejected("What a node holds names shards, steps or directories that cannot be.", code="malformed")
+        raise malformed("What a node holds names shards, steps or directories that cannot be.")
     if breaks.open is None and any(each.round >= command.round for each in breaks.decisions):
-        raise Rejected(f"What is kept of round {command.round} was decided without this node.", code="too-late")
+        raise Rejected(f"What is kept of round {command.round} was decided without this node.", code=ErrorCode.TOO_LATE)
 
-    open_ = _open(course, command.round)
+    open_ = _open(decision, command.round)
     open_.held[node.id] = command.held
     if node.id in open_.missing:
         open_.missing.remove(node.id)
-    _decide_if_due(course)
+    _decide_if_due(decision)
     return Done()
 
 
-def promise(course: Course, node: NodeId, held: tuple[HeldSnapshot, ...]) -> None:
+def on_node_leaves(decision: Decision, node: Node, held: tuple[HeldSnapshot, ...]) -> None:
     """A member of the world leaves and writes what it holds while it goes; the others may complete it. Rubbish is ignored."""
-    rdzv = course.state.rendezvous
+    rdzv = decision.state.rendezvous
     is_sane = len(held) <= MAX_HELD and all(_is_sane(each) for each in held)
-    if held and is_sane and rdzv.is_member(node) and course.state.end is None:
-        _open(course, rdzv.round).promised[node] = held
+    if held and is_sane and rdzv.is_member(node.id) and decision.state.end is None:
+        _open(decision, rdzv.round).promised[node.id] = held
 
 
-def _open(course: Course, round_: Round) -> BreakPoint:
+def _open(decision: Decision, round_: Round) -> BreakPoint:
     """The gathering for this round, begun if there is none."""
-    state, breaks = course.state, course.state.checkpoints.breaks
+    state, breaks = decision.state, decision.state.checkpoints.breaks
     if breaks.open is None or breaks.open.round < round_:
         world = state.rendezvous.world
         members = [] if world is None else [member.node for member in world.members]
         breaks.open = BreakPoint(
             number=state.checkpoints.next_number(),
             round=round_,
-            ends_at=Micros(course.now + micros(BREAK_GRACE)),
+            ends_at=Micros(decision.now + micros(BREAK_GRACE)),
             missing=[member for member in members if member in state.nodes.live],
         )
     return breaks.open
 
 
-def lose(course: Course, node: NodeId) -> None:
+def lose(decision: Decision, node: NodeId) -> None:
     """What a dead node held is gone, and nobody waits for its report."""
-    open_ = course.state.checkpoints.breaks.open
+    open_ = decision.state.checkpoints.breaks.open
     if open_ is None:
         return
     open_.held.pop(node, None)
     if node in open_.missing:
         open_.missing.remove(node)
-    _decide_if_due(course)
+    _decide_if_due(decision)
 
 
-def expire(course: Course, number: int) -> None:
-    open_ = course.state.checkpoints.breaks.open
+def expire(decision: Decision, number: int) -> None:
+    open_ = decision.state.checkpoints.breaks.open
     if open_ is not None and open_.number == number:
-        _decide_if_due(course)
+        _decide_if_due(decision)
 
 
 def choose(held: dict[NodeId, tuple[HeldSnapshot, ...]]) -> dict[str, tuple[HeldSnapshot, dict[int, list[NodeId]]]]:
@@ -179,11 +123,11 @@ def choose(held: dict[NodeId, tuple[HeldSnapshot, ...]]) -> dict[str, tuple[Held
     return best
 
 
-def _decide_if_due(course: Course) -> None:
+def _decide_if_due(decision: Decision) -> None:
     """All have told, or the time is over."""
-    state, room = course.state, course.state.checkpoints
+    state, room = decision.state, decision.state.checkpoints
     open_ = room.breaks.open
-    if open_ is None or (open_.missing and open_.ends_at > course.now):
+    if open_ is None or (open_.missing and open_.ends_at > decision.now):
         return
     room.breaks.open = None
     nodes = list(open_.held)
@@ -219,11 +163,11 @@ def _decide_if_due(course: Course) -> None:
             room.breaks.promises[f"{sample.attempt}@{directory}"] = alone
         # An earlier try of it may have failed. This one is meant.
         room.settled = [each for each in room.settled if (each.directory, each.attempt) != (directory, sample.attempt)]
-        course.say(f"Break point: step {sample.step} is written to {directory} from memory.")
+        decision.say(f"Break point: step {sample.step} is written to {directory} from memory.")
     if not decisions:
         decisions = [BreakPointDecision(number=room.next_number(), round=open_.round, nodes=nodes)]
     room.breaks.decisions = decisions
-    course.effects.append(LookAgain(tuple(f"save-duties/{node}" for node in nodes)))
+    decision.effects.append(LookAgain(tuple(f"save-duties/{node}" for node in nodes)))
 
 
 def _share_out(state: JobState, by_shard: dict[int, list[NodeId]]) -> dict[NodeId, list[int]]:

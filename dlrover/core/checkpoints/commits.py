@@ -13,18 +13,15 @@ bounded number of attempts, outcomes and directories is remembered; what is forg
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import msgspec
-from msgspec import Struct
 
 from dlrover.core.checkpoints import break_points
-from dlrover.core.checkpoints.break_points import BreakPoints
-from dlrover.core.data import books as data_books
-from dlrover.core.membership.nodes import after_outage
-from dlrover.core.outcome import NotYet, micros
-from dlrover.protocol.errors import Rejected
+from dlrover.core.checkpoints.state import NewestCommit, SaveAttempt
+from dlrover.core.decision import Answers, Decision, Handlers
+from dlrover.core.membership.nodes import Node
+from dlrover.core.outcome import Deadline, NotYet
+from dlrover.core.state import JobState
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.checkpoint import (
     MAX_NAME_CHARS,
     MAX_PATH_CHARS,
@@ -34,10 +31,8 @@ from dlrover.protocol.messages.checkpoint import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointSettled,
-    CheckpointStatus,
     CheckpointTrouble,
     CommitCheckpoint,
-    CommittedCheckpoint,
     RequestSave,
     SaveDuties,
     SaveRequested,
@@ -45,12 +40,8 @@ from dlrover.protocol.messages.checkpoint import (
     SnapshotsHeld,
     digest_of_shards,
 )
-from dlrover.protocol.messages.job import Command, Done, LookAgain, Micros, NodeId, Query, Reply, Round
-
-if TYPE_CHECKING:
-    from dlrover.core.decision import Course
-    from dlrover.core.membership.nodes import Node
-    from dlrover.core.state import JobState
+from dlrover.protocol.messages.identity import micros
+from dlrover.protocol.messages.job import DeadlineKind, Done, LookAgain, Micros, NodeId, Reply, Round
 
 MAX_UNDER_WAY = 32
 """Attempts; the oldest is given up for one more. Agents write one after the other, so more are left-overs."""
@@ -65,96 +56,6 @@ SHORTEST_COMMIT = 60.0
 _LARGEST = 2**53
 
 
-class SaveAttempt(Struct, kw_only=True):
-    """One storage save, from its first written shard to its end."""
-
-    number: int
-    """In the order in which they were heard of; names its deadline."""
-    directory: str
-    target: str
-    step: int
-    attempt: str
-    round: Round
-    num_shards: int
-    save_timeout: float
-    ends_at: Micros
-    """When the shards that are missing are waited for no longer, or the committer."""
-    writers: dict[int, NodeId] = {}
-    """By shard: who wrote it last."""
-    digests: dict[int, str] = {}
-    promised: list[int] = []
-    """Shards that nodes which have left are writing: nobody will report them, the committer waits for their files."""
-    committer: NodeId | None = None
-    duty: int = 0
-    """Number under which the committer is told."""
-    is_newest: bool = True
-    tried: list[NodeId] = []
-    """Committers that failed."""
-    trouble: str = ""
-    """What the last of them said."""
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return (self.round, self.step, self.number)
-
-    @property
-    def is_complete(self) -> bool:
-        """Shards are checked when they are reported, so a full count is the full set."""
-        return bool(self.writers) and len(self.writers) + self.num_awaited == self.num_shards
-
-    @property
-    def num_awaited(self) -> int:
-        return sum(shard not in self.writers for shard in self.promised)
-
-
-class NewestCommit(Struct, frozen=True, kw_only=True):
-    """The newest checkpoint of a directory, as far as this job made it."""
-
-    step: int
-    attempt: str
-    order: tuple[int, int, int]
-    at: Micros
-
-
-class Checkpoints(Struct):
-    attempts: dict[str, SaveAttempt] = {}
-    """Under way, by `key_of`."""
-    settled: list[CheckpointSettled] = []
-    """The newest outcomes, oldest first; each attempt once."""
-    committed: dict[str, NewestCommit] = {}
-    """By directory, the one that got a checkpoint last at the end."""
-    trouble: CheckpointTrouble | None = None
-    """The newest failure, until a checkpoint is committed."""
-    request: SaveRequested | None = None
-    """Somebody wants a storage save, and none was committed since."""
-    breaks: BreakPoints = msgspec.field(default_factory=BreakPoints)
-    last_number: int = 0
-    """Of attempts, duties, outcomes, requests and decisions together."""
-
-    def next_number(self) -> int:
-        self.last_number += 1
-        return self.last_number
-
-    def outcome(self, directory: str, attempt: str) -> CheckpointSettled | None:
-        found = (each for each in self.settled if (each.directory, each.attempt) == (directory, attempt))
-        return next(found, None)
-
-    def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
-        for attempt in self.attempts.values():
-            attempt.ends_at = after_outage(attempt.ends_at, last_command_at, now)
-        self.breaks.master_restarted(last_command_at, now)
-
-    def deadlines(self) -> list[tuple[Micros, int]]:
-        return [(attempt.ends_at, attempt.number) for attempt in self.attempts.values()]
-
-    def status(self) -> CheckpointStatus:
-        committed = tuple(
-            CommittedCheckpoint(directory=directory, step=each.step, attempt=each.attempt, at=each.at)
-            for directory, each in self.committed.items()
-        )
-        return CheckpointStatus(committed=committed, num_under_way=len(self.attempts), trouble=self.trouble)
-
-
 def key_of(directory: str, attempt: str) -> str:
     return f"{attempt}@{directory}"
 
@@ -163,43 +64,63 @@ def topic_of(node: NodeId) -> str:
     return f"save-duties/{node}"
 
 
-def lose(course: Course, node: NodeId) -> None:
-    """The agent of the node is gone, or begins a new life that knows nothing of what it was told."""
-    room = course.state.checkpoints
-    break_points.lose(course, node)
+def on_agent_gone(decision: Decision, node: Node) -> None:
+    """A new life of it knows nothing of what it was told."""
+    room = decision.state.checkpoints
+    break_points.lose(decision, node.id)
     for attempt in room.attempts.values():
-        if attempt.committer == node:
+        if attempt.committer == node.id:
             attempt.committer = None
-    _appoint(course)
+    _appoint(decision)
 
 
-def request_save(course: Course, reason: str) -> None:
+def on_node_exchanged(decision: Decision, label: str) -> None:
+    request_save(decision, f"{label} is to be exchanged")
+
+
+def on_master_restarted(decision: Decision) -> None:
+    decision.state.checkpoints.master_restarted(decision.state.now, decision.now)
+
+
+def deadlines(state: JobState) -> list[Deadline]:
+    room, open_ = state.checkpoints, state.checkpoints.breaks.open
+    running = [Deadline(each.ends_at, DeadlineKind.SAVE_TIMEOUT, each.number) for each in room.attempts.values()]
+    return running + ([] if open_ is None else [Deadline(open_.ends_at, DeadlineKind.BREAK_POINT, open_.number)])
+
+
+def request_save(decision: Decision, reason: str) -> None:
     """All trainers shall write their next save to storage."""
-    room = course.state.checkpoints
+    room = decision.state.checkpoints
     room.request = SaveRequested(number=room.next_number(), reason=reason)
-    tell_all(course)
+    tell_all(decision)
 
 
-def give_up_history(course: Course) -> None:
+def on_model_restored(decision: Decision) -> None:
     """
     The ranks went on with an older model. A checkpoint of what they gave up must not become the newest: nobody could tell any more what
     its model had read.
     """
-    room, data = course.state.checkpoints, course.state.data
+    room, data = decision.state.checkpoints, decision.state.data
     gone = [each for each in room.attempts.values() if data.last_shared(each.step, each.round) < each.step]
     for attempt in gone:
-        if sentence := _give_up(course, attempt, "the ranks have gone on with an older model since", None):
-            course.say(sentence)
+        if sentence := _give_up(decision, attempt, "the ranks have gone on with an older model since", None):
+            decision.say(sentence)
 
 
-def expire(course: Course, number: int) -> str:
-    """The deadline of an attempt: the sentence that says what was given up; empty if nothing was."""
-    room = course.state.checkpoints
+def expire(decision: Decision, number: int) -> None:
+    """The deadline of an attempt."""
+    if sentence := _give_up_overdue(decision, number):
+        decision.say(sentence)
+
+
+def _give_up_overdue(decision: Decision, number: int) -> str:
+    """The sentence that says what was given up; empty if nothing was."""
+    room = decision.state.checkpoints
     attempt = next((each for each in room.attempts.values() if each.number == number), None)
-    if attempt is None or attempt.ends_at > course.now:
+    if attempt is None or attempt.ends_at > decision.now:
         return ""
     if attempt.committer is not None:
-        return _commit_failed(course, attempt, attempt.committer, "the commit took too long")
+        return _commit_failed(decision, attempt, attempt.committer, "the commit took too long")
     if attempt.is_complete:
         why = attempt.trouble or "no node that wrote it is there any more"
     else:
@@ -209,15 +130,15 @@ def expire(course: Course, number: int) -> str:
             f"after {attempt.save_timeout:g} s only {len(attempt.writers)} of {attempt.num_shards} shards were written; "
             f"missing: {shown}"
         )
-    return _give_up(course, attempt, why, None)
+    return _give_up(decision, attempt, why, None)
 
 
-def tell_all(course: Course) -> None:
-    course.effects.append(LookAgain(tuple(topic_of(node) for node in course.state.nodes.live)))
+def tell_all(decision: Decision) -> None:
+    decision.effects.append(LookAgain(tuple(topic_of(node) for node in decision.state.nodes.live)))
 
 
-def _shard_written(command: ShardWritten, course: Course) -> Reply:
-    state, room = course.state, course.state.checkpoints
+def _shard_written(command: ShardWritten, decision: Decision) -> Reply:
+    state, room = decision.state, decision.state.checkpoints
     node = state.nodes.current(command.node, command.incarnation)
     _check_names(command.directory, command.attempt, command.step)
     _check_written(command, state)
@@ -228,29 +149,29 @@ def _shard_written(command: ShardWritten, course: Course) -> Reply:
         raise Rejected(
             f"Attempt {command.attempt} is step {known.step} of round {known.round} in {known.num_shards} shards as "
             f"{known.target!r}; {node.label} says something else of it.",
-            code="attempt-differs",
+            code=ErrorCode.ATTEMPT_DIFFERS,
         )
     outcome = room.outcome(command.directory, command.attempt)
     if known is None and outcome is not None:
         what = "was committed" if outcome.is_committed else f"was given up: {outcome.reason.rstrip('.')}"
-        code = "attempt-committed" if outcome.is_committed else "attempt-over"
+        code = ErrorCode.ATTEMPT_COMMITTED if outcome.is_committed else ErrorCode.ATTEMPT_OVER
         raise Rejected(f"The save of step {command.step} is over; it {what}.", code=code)
 
     if state.data.last_shared(command.step, command.round) < command.step:
         raise Rejected(
             f"The save of step {command.step} in round {command.round} is over: the ranks have gone on with an older model since.",
-            code="attempt-over",
+            code=ErrorCode.ATTEMPT_OVER,
         )
 
-    attempt = known or _begin(course, command, key)
+    attempt = known or _begin(decision, command, key)
     attempt.writers[command.shard] = node.id
     attempt.digests[command.shard] = command.digest
-    _appoint(course)
+    _appoint(decision)
     return Done()
 
 
-def _checkpoint_committed(command: CheckpointCommitted, course: Course) -> Reply:
-    state, room = course.state, course.state.checkpoints
+def _checkpoint_committed(command: CheckpointCommitted, decision: Decision) -> Reply:
+    state, room = decision.state, decision.state.checkpoints
     node = state.nodes.current(command.node, command.incarnation)
     _check_names(command.directory, command.attempt, command.step)
     attempt = room.attempts.get(key_of(command.directory, command.attempt))
@@ -258,9 +179,9 @@ def _checkpoint_committed(command: CheckpointCommitted, course: Course) -> Reply
     if attempt is None and outcome is not None and outcome.is_committed:
         return Done()
     if not command.is_by_files and (attempt is None or not attempt.is_complete):
-        raise Rejected(f"{node.label} was not told to commit {command.attempt}.", code="not-complete")
+        raise Rejected(f"{node.label} was not told to commit {command.attempt}.", code=ErrorCode.NOT_COMPLETE)
     if not 0 <= command.round <= state.rendezvous.round:
-        raise Rejected(f"There was no round {command.round} yet.", code="unknown-round")
+        raise Rejected(f"There was no round {command.round} yet.", code=ErrorCode.UNKNOWN_ROUND)
 
     number = attempt.number if attempt is not None else room.next_number()
     order = attempt.order if attempt is not None else (command.round, command.step, number)
@@ -269,97 +190,94 @@ def _checkpoint_committed(command: CheckpointCommitted, course: Course) -> Reply
     if newest is None or newest.order < order:
         room.committed.pop(command.directory, None)
         room.committed[command.directory] = NewestCommit(
-            step=command.step, attempt=command.attempt, order=order, at=course.now
+            step=command.step, attempt=command.attempt, order=order, at=decision.now
         )
+        # A committer whose place was given to an older attempt may have succeeded after all.
+        for each in room.attempts.values():
+            if each.directory == command.directory and each.order < order:
+                each.is_newest = False
         for old in list(room.committed)[:-MAX_DIRECTORIES]:
             del room.committed[old]
     room.trouble = None
-    data_books.checkpoint_committed(course, command.step, Round(order[0]))
+    decision.announce(decision.on.checkpoint_counts, command.step, Round(order[0]))
     if room.request is not None and number > room.request.number:
         room.request = None
-    _settle(course, command.directory, command.attempt, command.step, "")
-    _give_up_older(course, command.directory, order[0])
-    _appoint(course)
+    _settle(decision, command.directory, command.attempt, command.step, "")
+    _give_up_older(decision, command.directory, order[0])
+    _appoint(decision)
     return Done()
 
 
-def _give_up_older(course: Course, directory: str, round_: int) -> None:
+def _give_up_older(decision: Decision, directory: str, round_: int) -> None:
     """Of saves of former rounds nobody writes the missing shards any more; who waits for them would wait in vain."""
-    room = course.state.checkpoints
+    room = decision.state.checkpoints
     for key, each in list(room.attempts.items()):
         if each.directory == directory and each.round < round_ and not each.is_complete:
             del room.attempts[key]
             missing = each.num_shards - len(each.writers)
             reason = f"{missing} of {each.num_shards} shards were never written, and a newer checkpoint is there"
-            _settle(course, each.directory, each.attempt, each.step, reason)
+            _settle(decision, each.directory, each.attempt, each.step, reason)
 
 
-def _checkpoint_failed(command: CheckpointFailed, course: Course) -> Reply:
-    room = course.state.checkpoints
-    node = course.state.nodes.current(command.node, command.incarnation)
+def _checkpoint_failed(command: CheckpointFailed, decision: Decision) -> Reply:
+    room = decision.state.checkpoints
+    node = decision.state.nodes.current(command.node, command.incarnation)
     _check_names(command.directory, command.attempt, command.step)
     if not command.reason.strip():
-        raise Rejected("A failed save needs a reason.", code="malformed")
+        raise malformed("A failed save needs a reason.")
     if not -1 <= command.shard < MAX_SHARDS:
-        raise Rejected(f"There is no shard {command.shard}.", code="malformed")
+        raise malformed(f"There is no shard {command.shard}.")
 
     reason = command.reason.strip()[:MAX_REASON_CHARS]
     attempt = room.attempts.get(key_of(command.directory, command.attempt))
     sentence = ""
     if command.shard < 0 and attempt is not None:
         if attempt.committer == node.id:
-            sentence = _commit_failed(course, attempt, node.id, reason)
+            sentence = _commit_failed(decision, attempt, node.id, reason)
     elif attempt is not None:
-        sentence = _give_up(course, attempt, reason, node)
+        sentence = _give_up(decision, attempt, reason, node)
     elif room.outcome(command.directory, command.attempt) is None:
         # Nobody has written any of it yet. The others need not begin, or are told when they have.
-        sentence = _note_trouble(course, command.directory, command.step, reason, node)
-        _settle(course, command.directory, command.attempt, command.step, reason)
+        sentence = _note_trouble(decision, command.directory, command.step, reason, node)
+        _settle(decision, command.directory, command.attempt, command.step, reason)
     if sentence:
-        course.say(sentence)
+        decision.say(sentence)
     return Done()
 
 
-def _request_save(command: RequestSave, course: Course) -> Reply:
-    state = course.state
-    if state.end is not None:
-        raise Rejected(f"The job has ended: {state.end.message}", code="job-ended")
+def _request_save(command: RequestSave, decision: Decision) -> Reply:
+    decision.state.check_running()
     if len(command.reason) > MAX_REASON_CHARS:
-        raise Rejected(f"A reason has at most {MAX_REASON_CHARS} characters.", code="malformed")
+        raise malformed(f"A reason has at most {MAX_REASON_CHARS} characters.")
 
-    request_save(course, command.reason or "on request")
-    course.say(f"A checkpoint was asked for: {command.reason or 'on request'}.")
+    request_save(decision, command.reason or "on request")
+    decision.say(f"A checkpoint was asked for: {command.reason or 'on request'}.")
     return Done()
 
 
 def _check_names(directory: str, attempt: str, step: int) -> None:
     is_sane = 0 < len(directory) <= MAX_PATH_CHARS and 0 < len(attempt) <= MAX_NAME_CHARS
     if not is_sane or not 0 <= step <= _LARGEST:
-        raise Rejected(
-            "A save needs a directory, an attempt and a step from 0 on, none of absurd size.", code="malformed"
-        )
+        raise malformed("A save needs a directory, an attempt and a step from 0 on, none of absurd size.")
 
 
 def _check_written(command: ShardWritten, state: JobState) -> None:
     is_sane = 0 < len(command.target) <= MAX_NAME_CHARS and 0 < len(command.digest) <= MAX_NAME_CHARS
     if not is_sane or not 1 <= command.num_shards <= MAX_SHARDS or not 0 <= command.shard < command.num_shards:
-        raise Rejected(
-            f"Shard {command.shard} of {command.num_shards}, or its names, cannot be.",
-            code="malformed",
-        )
+        raise malformed(f"Shard {command.shard} of {command.num_shards}, or its names, cannot be.")
     if not math.isfinite(command.save_timeout) or not command.save_timeout > 0:
-        raise Rejected(f"A save_timeout of {command.save_timeout} s cannot be kept.", code="malformed")
+        raise malformed(f"A save_timeout of {command.save_timeout} s cannot be kept.")
     if not 1 <= command.round <= state.rendezvous.round:
         raise Rejected(
-            f"There was no round {command.round}; the newest is {state.rendezvous.round}.", code="unknown-round"
+            f"There was no round {command.round}; the newest is {state.rendezvous.round}.", code=ErrorCode.UNKNOWN_ROUND
         )
 
 
-def _begin(course: Course, command: ShardWritten, key: str) -> SaveAttempt:
-    room = course.state.checkpoints
+def _begin(decision: Decision, command: ShardWritten, key: str) -> SaveAttempt:
+    room = decision.state.checkpoints
     while len(room.attempts) >= MAX_UNDER_WAY:
         oldest = min(room.attempts.values(), key=lambda each: each.number)
-        _give_up(course, oldest, f"{MAX_UNDER_WAY} saves were under way at the same time", None)
+        _give_up(decision, oldest, f"{MAX_UNDER_WAY} saves were under way at the same time", None)
     timeout = min(command.save_timeout, LONGEST_SAVE)
     attempt = SaveAttempt(
         number=room.next_number(),
@@ -370,16 +288,16 @@ def _begin(course: Course, command: ShardWritten, key: str) -> SaveAttempt:
         round=command.round,
         num_shards=command.num_shards,
         save_timeout=timeout,
-        ends_at=Micros(course.now + micros(timeout)),
+        ends_at=Micros(decision.now + micros(timeout)),
         promised=[shard for shard in room.breaks.promises.get(key, ()) if shard < command.num_shards],
     )
     room.attempts[key] = attempt
     return attempt
 
 
-def _appoint(course: Course) -> None:
+def _appoint(decision: Decision) -> None:
     """A committer for each directory whose oldest complete attempt has none."""
-    state, room = course.state, course.state.checkpoints
+    state, room = decision.state, decision.state.checkpoints
     if state.end is not None:
         return  # agents that end commit by the files: nobody is left to be told
     busy = {attempt.directory: None for attempt in room.attempts.values() if attempt.committer is not None}
@@ -393,9 +311,9 @@ def _appoint(course: Course) -> None:
         attempt.committer = node
         attempt.duty = room.next_number()
         attempt.is_newest = newest is None or newest.order < attempt.order
-        attempt.ends_at = Micros(course.now + micros(max(attempt.save_timeout, SHORTEST_COMMIT)))
+        attempt.ends_at = Micros(decision.now + micros(max(attempt.save_timeout, SHORTEST_COMMIT)))
         busy[attempt.directory] = None
-        course.effects.append(LookAgain((topic_of(node),)))
+        decision.effects.append(LookAgain((topic_of(node),)))
 
 
 def _candidate(state: JobState, attempt: SaveAttempt) -> NodeId | None:
@@ -406,29 +324,29 @@ def _candidate(state: JobState, attempt: SaveAttempt) -> NodeId | None:
     return next(iter([*connected, *left]), None)
 
 
-def _commit_failed(course: Course, attempt: SaveAttempt, node: NodeId, reason: str) -> str:
+def _commit_failed(decision: Decision, attempt: SaveAttempt, node: NodeId, reason: str) -> str:
     attempt.committer = None
     attempt.trouble = reason
     attempt.tried.append(node)
-    is_hopeless = len(attempt.tried) >= MAX_TRIES or _candidate(course.state, attempt) is None
+    is_hopeless = len(attempt.tried) >= MAX_TRIES or _candidate(decision.state, attempt) is None
     if is_hopeless:
-        return _give_up(course, attempt, reason, course.state.nodes.live.get(node))
-    attempt.ends_at = Micros(course.now + micros(attempt.save_timeout))
-    _appoint(course)
+        return _give_up(decision, attempt, reason, decision.state.nodes.live.get(node))
+    attempt.ends_at = Micros(decision.now + micros(attempt.save_timeout))
+    _appoint(decision)
     return ""
 
 
-def _give_up(course: Course, attempt: SaveAttempt, reason: str, node: Node | None) -> str:
-    del course.state.checkpoints.attempts[key_of(attempt.directory, attempt.attempt)]
-    sentence = _note_trouble(course, attempt.directory, attempt.step, reason, node)
-    _settle(course, attempt.directory, attempt.attempt, attempt.step, reason)
-    _appoint(course)
+def _give_up(decision: Decision, attempt: SaveAttempt, reason: str, node: Node | None) -> str:
+    del decision.state.checkpoints.attempts[key_of(attempt.directory, attempt.attempt)]
+    sentence = _note_trouble(decision, attempt.directory, attempt.step, reason, node)
+    _settle(decision, attempt.directory, attempt.attempt, attempt.step, reason)
+    _appoint(decision)
     return sentence
 
 
-def _note_trouble(course: Course, directory: str, step: int, reason: str, node: Node | None) -> str:
+def _note_trouble(decision: Decision, directory: str, step: int, reason: str, node: Node | None) -> str:
     """The sentence for people; empty when the same was said of the save before."""
-    room, last = course.state.checkpoints, course.state.checkpoints.trouble
+    room, last = decision.state.checkpoints, decision.state.checkpoints.trouble
     is_same = last is not None and (last.reason, last.directory) == (reason, directory)
     room.trouble = CheckpointTrouble(
         reason=reason,
@@ -436,15 +354,15 @@ def _note_trouble(course: Course, directory: str, step: int, reason: str, node: 
         directory=directory,
         node=NodeId(-1) if node is None else node.id,
         host="" if node is None else node.host,
-        at=course.now,
+        at=decision.now,
         count=last.count + 1 if last is not None and is_same else 1,
     )
     where = "" if node is None else f" {node.label}:"
     return "" if is_same else f"The checkpoint of step {step} in {directory} was not made.{where} {reason}"
 
 
-def _settle(course: Course, directory: str, attempt: str, step: int, reason: str) -> None:
-    room = course.state.checkpoints
+def _settle(decision: Decision, directory: str, attempt: str, step: int, reason: str) -> None:
+    room = decision.state.checkpoints
     former = room.outcome(directory, attempt)
     if former is not None:
         room.settled.remove(former)
@@ -459,7 +377,7 @@ def _settle(course: Course, directory: str, attempt: str, step: int, reason: str
         )
     )
     del room.settled[:-MAX_SETTLED]
-    tell_all(course)
+    tell_all(decision)
 
 
 def _duties(query: AwaitSaveDuties, state: JobState) -> Reply | NotYet:
@@ -469,7 +387,7 @@ def _duties(query: AwaitSaveDuties, state: JobState) -> Reply | NotYet:
         query.since if 0 <= query.since <= room.last_number else 0
     )  # greater: told by a master whose journal was lost
     mine = [each for each in room.attempts.values() if each.committer == node and each.duty > since]
-    commits = tuple(_duty_of(each, data_books.state_for_manifest(state, each.step, each.round)) for each in mine)
+    commits = tuple(_duty_of(each, state.data.state_for_manifest(each.step, each.round)) for each in mine)
     settled = tuple(each for each in room.settled if each.number > since)
     persists = room.breaks.duties_of(node, since)
     request = room.request if room.request is not None and room.request.number > since else None
@@ -496,15 +414,11 @@ def _duty_of(attempt: SaveAttempt, data_state: str) -> CommitCheckpoint:
     )
 
 
-def _snapshots_held(command: SnapshotsHeld, course: Course) -> Reply:
-    return break_points.hear(command, course)
-
-
-HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
+HANDLERS: Handlers = {
     ShardWritten: _shard_written,
     CheckpointCommitted: _checkpoint_committed,
     CheckpointFailed: _checkpoint_failed,
-    SnapshotsHeld: _snapshots_held,
+    SnapshotsHeld: break_points.hear,
     RequestSave: _request_save,
 }
-ANSWERS: dict[type[Query], Callable[[Any, JobState], Reply | NotYet]] = {AwaitSaveDuties: _duties}
+ANSWERS: Answers = {AwaitSaveDuties: _duties}

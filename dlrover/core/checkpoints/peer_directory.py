@@ -8,10 +8,10 @@ thousand of them ask. It is no state: another master makes the same one from the
 from __future__ import annotations
 
 from dlrover.core.checkpoints.placement import Spot, place_copies, place_groups
-from dlrover.core.membership.nodes import Node
-from dlrover.core.membership.rendezvous import World
+from dlrover.core.membership.nodes import Node, World
 from dlrover.core.state import JobState
-from dlrover.protocol.errors import Rejected
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.identity import NodeId
 from dlrover.protocol.messages.peers import LARGEST_GROUP, MOST_COPIES, MOST_NEIGHBOURS, AskPeers, Peer, Peers
 
@@ -31,15 +31,14 @@ class PeerDirectory:
         rdzv = state.rendezvous
         world = rdzv.world
         if world is None or world.round != query.round:
-            raise Rejected(f"The newest round is {rdzv.round}, not {query.round}.", code="stale-round")
+            raise Rejected(f"The newest round is {rdzv.round}, not {query.round}.", code=ErrorCode.STALE_ROUND)
         if query.node not in rdzv.group_ranks:
-            raise Rejected(f"Node {query.node} is no member of round {world.round}.", code="no-member")
+            raise Rejected(f"Node {query.node} is no member of round {world.round}.", code=ErrorCode.NO_MEMBER)
         size = query.num_data + query.num_parity
         if not 0 <= query.copies <= MOST_COPIES or min(query.num_data, query.num_parity) < 0 or size > LARGEST_GROUP:
-            raise Rejected(
+            raise malformed(
                 f"{query.copies} copies and parity {query.num_data}+{query.num_parity}: at most {MOST_COPIES} copies and "
-                f"groups of {LARGEST_GROUP} nodes.",
-                code="malformed",
+                f"groups of {LARGEST_GROUP} nodes."
             )
         keepers, groups = self._plan(world, (query.copies, query.num_data, query.num_parity), state)
         own = rdzv.group_ranks[query.node]

@@ -20,7 +20,8 @@ from msgspec import Struct
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.leases import SetAside
 from dlrover.core.data.ranges import Range
-from dlrover.protocol.errors import Rejected
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.data import MAX_STATE_BYTES, NO_STEP
 
 VERSION = 2
@@ -85,7 +86,7 @@ def read_states(content: str) -> ToldStates:
     try:
         states = msgspec.json.decode(content, type=_States)
     except msgspec.MsgspecError as error:
-        raise Rejected(f"The data state of the checkpoint cannot be read: {error}.", code="malformed") from error
+        raise malformed(f"The data state of the checkpoint cannot be read: {error}.") from error
     return ToldStates(states.step, {name: bytes(raw).decode() for name, raw in states.datasets.items()})
 
 
@@ -131,15 +132,13 @@ def read_checkpoint(content: str, known: Dataset) -> Dataset:
         raw = msgspec.json.decode(content)
         version = raw.get("version", 1) if isinstance(raw, dict) else 0
         if version > VERSION:
-            raise Rejected(
-                f"The dataset checkpoint is of format {version}; this version reads up to {VERSION}. Update dlrover.",
-                code="malformed",
+            raise malformed(
+                f"The dataset checkpoint is of format {version}; this version reads up to {VERSION}. Update dlrover."
             )
         restored = _read_ours(content, known) if version >= 2 else _read_originals(raw, known)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Rejected(
-            f"The dataset checkpoint of {known.spec.name!r} cannot be read ({type(error).__name__}: {error}). Nothing has changed.",
-            code="malformed",
+        raise malformed(
+            f"The dataset checkpoint of {known.spec.name!r} cannot be read ({type(error).__name__}: {error}). Nothing has changed."
         ) from error
     for each in [*restored.returned, *(aside.range for aside in restored.set_aside)]:
         _check_range(each, restored)
@@ -155,7 +154,7 @@ def _read_ours(content: str, known: Dataset) -> Dataset:
         raise Rejected(
             f"The checkpoint is of a dataset with (name, size, shard size, shuffle, seed) {said}, the registered one has {ours}. Register it "
             "as it was.",
-            code="dataset-differs",
+            code=ErrorCode.DATASET_DIFFERS,
         )
     if not 0 <= written.cursor <= known.num_shards or written.epoch < 1:
         raise ValueError(f"cursor {written.cursor} in epoch {written.epoch - 1}")
@@ -179,7 +178,8 @@ def _read_ours(content: str, known: Dataset) -> Dataset:
 def _read_originals(raw: dict[str, Any], known: Dataset) -> Dataset:
     if raw["dataset_name"] != known.spec.name:
         raise Rejected(
-            f"The checkpoint is of dataset {raw['dataset_name']!r}, not of {known.spec.name!r}.", code="dataset-differs"
+            f"The checkpoint is of dataset {raw['dataset_name']!r}, not of {known.spec.name!r}.",
+            code=ErrorCode.DATASET_DIFFERS,
         )
     epoch = int(raw["epoch"]) - 1
     if epoch < -1 or known.is_stream:
@@ -208,8 +208,7 @@ def _check_range(each: Range, restored: Dataset) -> None:
     size = len(restored.listings.get(each.listing, ())) if each.listing else restored.spec.size
     is_inside = 0 <= each.start < each.end and (restored.is_stream or each.end <= size)
     if not is_inside or not 0 <= each.epoch <= restored.epoch:
-        raise Rejected(
+        raise malformed(
             f"The dataset checkpoint names records {each.start} to {each.end} of epoch {each.epoch}; {restored.spec.name!r} has {size} and is "
-            f"in epoch {restored.epoch}.",
-            code="malformed",
+            f"in epoch {restored.epoch}."
         )

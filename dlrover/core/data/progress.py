@@ -7,15 +7,11 @@ asked for. Who stops early on purpose says so (`stop_early` of the client, or a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec.structs import replace
 
+from dlrover.core.data.books import DataBooks
 from dlrover.core.data.dataset import Dataset
 from dlrover.protocol.messages.data import DatasetState, TaskType
-
-if TYPE_CHECKING:
-    from dlrover.core.data.books import DataBooks
 
 MOST_NAMED = 16
 

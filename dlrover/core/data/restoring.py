@@ -7,83 +7,78 @@ checkpoint counts where they do not, or where somebody named that checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from dlrover.core.data.books import fold
 from dlrover.core.data.checkpoint_text import ToldStates, read_checkpoint, read_states, write_checkpoint
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.progress import state_of
 from dlrover.core.data.rules import LARGEST, check_sender
-from dlrover.protocol.errors import Rejected
+from dlrover.core.decision import Decision, Handlers
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.data import MAX_STATE_BYTES, RestoreAgreed, RestoreDataset, TaskType
 from dlrover.protocol.messages.identity import Round
-from dlrover.protocol.messages.job import Command, Done, LookAgain, Reply
-
-if TYPE_CHECKING:
-    from dlrover.core.decision import Course
+from dlrover.protocol.messages.job import Done, LookAgain, Reply
 
 
-def _restore_agreed(command: RestoreAgreed, course: Course) -> Reply:
-    state = course.state
+def _restore_agreed(command: RestoreAgreed, decision: Decision) -> Reply:
+    state = decision.state
     state.nodes.current(command.node, command.incarnation)
     if command.round != state.rendezvous.round:
         raise Rejected(
             f"A worker of round {command.round} restored a model; the newest round is {state.rendezvous.round}.",
-            code="stale-round",
+            code=ErrorCode.STALE_ROUND,
         )
     known = state.data.restored.get(command.round)
     if known is not None and known != command.step:
         raise Rejected(
             f"The ranks of round {command.round} agreed on step {known} before, and now on step {command.step}.",
-            code="restore-differs",
+            code=ErrorCode.RESTORE_DIFFERS,
         )
     if not -1 <= command.step < LARGEST:
-        raise Rejected(f"A model of step {command.step} cannot be.", code="malformed")
+        raise malformed(f"A model of step {command.step} cannot be.")
     if len(command.data_state) > MAX_STATE_BYTES:
-        raise Rejected(f"A data state has at most {MAX_STATE_BYTES} bytes.", code="malformed")
+        raise malformed(f"A data state has at most {MAX_STATE_BYTES} bytes.")
     if known is not None:
         return Done()
 
     books = state.data
     books.note_restored(command.round, command.step)
-    states = _told_states(command, course)
+    states = _told_states(command, decision)
     told, is_older = states.texts, states.step < command.step
     is_behind = command.step < books.folded
     books.folded = min(books.folded, command.step)
     books.awaited = {name: text for name, text in told.items() if name not in books.datasets}
     for name in books.awaited if is_older else ():
-        _say_what_is_repeated(course, name, states.step, command.step)
+        _say_what_is_repeated(decision, name, states.step, command.step)
     for name, dataset in list(books.datasets.items()):
         if dataset.spec.task_type is not TaskType.TRAINING:
             continue
         dataset.restored_round = command.round
         if name in told and is_older:
             # All that is left of a lost journal. Books that know anything know more than that.
-            if not dataset.has_history and return_to(course, dataset, told[name], command.round):
+            if not dataset.has_history and return_to(decision, dataset, told[name], command.round):
                 books.history_from = command.round
                 dataset = books.datasets[name]
-                _say_what_is_repeated(course, name, states.step, command.step)
-        elif name in told and (command.is_explicit or _is_other(dataset, told[name], command.step)):
-            if return_to(course, dataset, told[name], command.round):
+                _say_what_is_repeated(decision, name, states.step, command.step)
+        elif name in told and (command.is_explicit or is_other(dataset, told[name], command.step)):
+            if return_to(decision, dataset, told[name], command.round):
                 books.history_from = command.round
                 continue
         elif is_behind and name not in told:
-            course.say(
+            decision.say(
                 f"The model of step {command.step} is older than a checkpoint in storage, and nothing tells what it had read of {name!r}: "
                 "what was read up to that checkpoint is not read again."
             )
         elif name not in told and not command.claims:
-            say_if_unread(course, dataset, command.step)
+            say_if_unread(decision, dataset, command.step)
         strange = dataset.restore(command.step, command.claims.get(name, ()), round_=command.round)
         if strange:
-            course.say(
+            decision.say(
                 f"The model of step {command.step} says that it has seen {len(strange)} ranges of {name!r} that were never given out: "
                 "it was trained by other books. They may be read again."
             )
-    fold(books)
-    course.model_restored()
-    course.effects.append(LookAgain((restore_topic(command.round),)))
+    books.fold()
+    decision.announce(decision.on.model_restored)
+    decision.effects.append(LookAgain((restore_topic(command.round),)))
     return Done()
 
 
@@ -91,33 +86,33 @@ def restore_topic(round_: Round) -> str:
     return f"restore/{round_}"
 
 
-def say_if_unread(course: Course, dataset: Dataset, step: int) -> None:
+def say_if_unread(decision: Decision, dataset: Dataset, step: int) -> None:
     """A trained model and books of which nothing was ever read: the model is older than the books."""
     if step > 0 and not dataset.has_history:
-        course.say(
+        decision.say(
             f"Nothing tells what the model of step {step} had read of {dataset.spec.name!r}: neither its checkpoint nor the journal. It is read "
             "from its beginning."
         )
 
 
-def _say_what_is_repeated(course: Course, name: str, stored: int, step: int) -> None:
-    course.say(
+def _say_what_is_repeated(decision: Decision, name: str, stored: int, step: int) -> None:
+    decision.say(
         f"The journal knows nothing of {name!r}, and the model of step {step} is newer than the checkpoint of step {stored} that tells of it: "
         "what was read in between is read again."
     )
 
 
-def _told_states(command: RestoreAgreed, course: Course) -> ToldStates:
+def _told_states(command: RestoreAgreed, decision: Decision) -> ToldStates:
     """A state that cannot be read must not keep anybody from training: the sentence says what it means."""
     try:
         if command.data_state:
             return read_states(command.data_state)
     except Rejected as error:
-        course.say(f"{error} The books of the datasets count instead.")
+        decision.say(f"{error} The books of the datasets count instead.")
     return ToldStates(command.step, {})
 
 
-def _is_other(dataset: Dataset, told: str, step: int) -> bool:
+def is_other(dataset: Dataset, told: str, step: int) -> bool:
     """Whether the books, taken back to the step, would differ from what its checkpoint says."""
     try:
         said = read_checkpoint(told, dataset)
@@ -131,7 +126,7 @@ def _is_other(dataset: Dataset, told: str, step: int) -> bool:
     return said.num_consumed != ours.num_consumed or said.places_left() != ours.places_left()
 
 
-def return_to(course: Course, known: Dataset, content: str, round_: Round) -> bool:
+def return_to(decision: Decision, known: Dataset, content: str, round_: Round) -> bool:
     """
     Let the dataset be as the text says; False, with the reason, if that cannot be. Workers of this round keep what they hold, unless the
     model has seen it.
@@ -139,35 +134,35 @@ def return_to(course: Course, known: Dataset, content: str, round_: Round) -> bo
     try:
         restored = read_checkpoint(content, known)
     except Rejected as error:
-        course.say(f"{error} Dataset {known.spec.name!r} goes on as its books say.")
+        decision.say(f"{error} Dataset {known.spec.name!r} goes on as its books say.")
         return False
     restored.take_over_leases(known, round_)
-    _replace(course, known, restored, known.restored_round)
-    course.say(
+    _replace(decision, known, restored, known.restored_round)
+    decision.say(
         f"Dataset {known.spec.name!r} goes back to where the restored model had read: {restored.num_consumed} records are in it, "
         f"{known.num_consumed} were read in the books."
     )
     return True
 
 
-def _restore_dataset(command: RestoreDataset, course: Course) -> Reply:
-    check_sender(command, course)
-    known = course.state.data.find(command.dataset)
+def _restore_dataset(command: RestoreDataset, decision: Decision) -> Reply:
+    check_sender(command, decision)
+    known = decision.state.data.find(command.dataset)
     restored = read_checkpoint(command.content, known)
 
-    _replace(course, known, restored, command.round)
+    _replace(decision, known, restored, command.round)
     return state_of(restored)
 
 
-def _replace(course: Course, known: Dataset, restored: Dataset, restored_round: Round) -> None:
+def _replace(decision: Decision, known: Dataset, restored: Dataset, restored_round: Round) -> None:
     """Numbers are never used again: late words must not fit."""
     restored.number, restored.last_id = known.number, known.last_id
     restored.restored_round, restored.num_returns = restored_round, known.num_returns + 1
     restored.is_stepped = known.is_stepped
-    course.state.data.datasets[known.spec.name] = restored
+    decision.state.data.datasets[known.spec.name] = restored
 
 
-HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
+HANDLERS: Handlers = {
     RestoreAgreed: _restore_agreed,
     RestoreDataset: _restore_dataset,
 }

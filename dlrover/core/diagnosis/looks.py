@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dlrover.core.diagnosis.hang import Sight, see
 from dlrover.core.diagnosis.picture import Scene
-from dlrover.core.outcome import MICROS_PER_SECOND, micros
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages.job import Micros, NodeId, Round
 from dlrover.protocol.messages.watch import LookTaken, TakeLook, WatchOrder, WorkerDump
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dlrover.core.diagnosis.diagnostician import conclude
-from dlrover.core.fleet.fleet import Fleet, FleetNode
-from dlrover.core.outcome import MICROS_PER_SECOND, micros
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import Strategy
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages.job import Micros, NodeId, PlatformId
 from dlrover.protocol.messages.requests import RelaunchNode
 from dlrover.protocol.messages.watch import FaultClass, Verdict
@@ -50,33 +49,28 @@ class MuteNodes:
         if fleet.spec.strategy is not Strategy.ALLREDUCE:
             return []  # others may run programs of their own, without an agent
         self._told = {node: None for node in self._told if node in fleet.nodes}
-        return [self._conclude(node, now) for node in self._mute(fleet, now)]
-
-    def _mute(self, fleet: Fleet, now: Micros) -> list[FleetNode]:
         found = []
-        for id_ in fleet.workers.running:
-            node = fleet.nodes[id_]
-            if node.agent is not None or node.is_finished or node.running_since is None or id_ in self._told:
+        for node in [fleet.nodes[id_] for id_ in fleet.workers.running if id_ not in self._told]:
+            if node.agent is not None or node.is_finished or node.running_since is None:
                 continue
-            if max(node.running_since, self._began_at) + micros(FIRST_WORD) <= now:
-                found.append(node)
+            mute_for = now - max(node.running_since, self._began_at)
+            if mute_for >= micros(FIRST_WORD):
+                self._told[node.id] = None
+                found.append(self._conclude(node.id, node.rank, node.label, node.host, mute_for / MICROS_PER_SECOND))
         return found
 
-    def _conclude(self, node: FleetNode, now: Micros) -> Mute:
-        self._told[node.id] = None
-        assert node.running_since is not None, "a node that runs"
-        seconds = (now - max(node.running_since, self._began_at)) / MICROS_PER_SECOND
-        count = self._num_exchanges.get(node.rank, 0)
+    def _conclude(self, node: PlatformId, rank: int, label: str, host: str, seconds: float) -> Mute:
+        count = self._num_exchanges.get(rank, 0)
         is_exchanged = count < MAX_EXCHANGES
         wish = None
         if is_exchanged:
-            self._num_exchanges[node.rank] = count + 1
-            wish = RelaunchNode(node=NodeId(-1), platform_node=node.id, reason=f"nobody came for {seconds:.0f} s")
+            self._num_exchanges[rank] = count + 1
+            wish = RelaunchNode(node=NodeId(-1), platform_node=node, reason=f"nobody came for {seconds:.0f} s")
         verdict = conclude(
             NAME,
             FaultClass.UNKNOWN,
             (),
-            f"{node.label} runs on {node.host or 'an unknown machine'}, and nobody has come from it for {seconds:.0f} s.",
+            f"{label} runs on {host or 'an unknown machine'}, and nobody has come from it for {seconds:.0f} s.",
             confidence=0.7,
             reasoning="Another node may do better; it has done nothing yet that could be lost."
             if is_exchanged

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator
 from msgspec import Struct
 
 from dlrover.core.diagnosis.samples import Samples
-from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.core.state import JobState
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND
 from dlrover.protocol.messages.job import FirstFailure, Micros, NodeId, NodeRank, Round, WorkerFailure
 from dlrover.protocol.messages.watch import NodeEvent, Phase, ProgressReport, ResourceReport, WorkerProgress
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from dlrover.core.outcome import micros
+from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import Micros, NodeId
 from dlrover.protocol.messages.watch import SampleTaken
 

@@ -21,7 +21,7 @@ from dlrover.core.diagnosis.hang import HangFinding, Sight, judge
 from dlrover.core.diagnosis.looks import AGAIN_AFTER, Look, interval_after
 from dlrover.core.diagnosis.picture import FailedWorkers, Picture, Scene
 from dlrover.core.diagnosis.registry import HANG, built_in
-from dlrover.core.outcome import MICROS_PER_SECOND, micros
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages.job import Micros, NodeId, Round
 from dlrover.protocol.messages.watch import (
     ActionKind,

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
 from dlrover.core.outcome import NotYet
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Command, Done, LookAgain, Query, Reply, Round
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Done, Reply, Round
 from dlrover.protocol.messages.kv import (
     ENTRY_BYTES,
     MAX_KEY_BYTES,
@@ -48,12 +47,6 @@ from dlrover.protocol.messages.kv import (
     KvWait,
 )
 
-if TYPE_CHECKING:
-    from dlrover.core.decision import Course
-    from dlrover.core.state import JobState
-
-NUM_ROUNDS_KEPT = 2
-"""Workers of the round before may still be on their way out."""
 _MAX_REPLY_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """What the values of one answer may weigh, with room for what is around them."""
 _HEADER_BYTES = 5
@@ -192,7 +185,7 @@ class KvStore(Struct):
     def _pop(self, round_: Round, key: str) -> bytes:
         queues = self.room(round_).queues
         if key not in queues:
-            raise Rejected(f"The queue {_shown(key)} is empty.", code="kv-empty")
+            raise Rejected(f"The queue {_shown(key)} is empty.", code=ErrorCode.KV_EMPTY)
         value = queues[key].pop(0)
         if not queues[key]:
             del queues[key]
@@ -214,7 +207,7 @@ class KvStore(Struct):
             raise Rejected(
                 f"The key-value store holds {self.size_bytes} bytes, and {growth} more would exceed its limit of "
                 f"{MAX_STORE_BYTES}. Delete keys that are not needed any more, or keep large data in files.",
-                code="kv-full",
+                code=ErrorCode.KV_FULL,
             )
 
     def _note(self, round_: Round, change: tuple[object, ...]) -> None:
@@ -238,40 +231,17 @@ def topic(round_: Round, key: str) -> str:
     return f"kv/{round_}/{key}"
 
 
-def _change(command: AnyKvCommand, course: Course) -> Reply:
-    course.state.nodes.current(command.node, command.incarnation)
-    _check_round(command.round, course.state)
-    reply = course.state.kv.apply(command)
-
-    topics = topics_of(command)
-    if topics:
-        course.effects.append(LookAgain(topics))
-    return reply
-
-
-def _answer(query: AnyKvQuery, state: JobState) -> Reply | NotYet:
-    _check_round(query.round, state)
-    return state.kv.answer(query)
-
-
-def _check_round(round_: Round, state: JobState) -> None:
-    newest = state.rendezvous.round
-    if round_ == 0 or newest - NUM_ROUNDS_KEPT < round_ <= newest:
-        return
-    if round_ > newest or round_ < 0:
-        raise Rejected(f"There was no round {round_} yet; the newest is {newest}.", code="unknown-round")
-    raise Rejected(f"The keys of round {round_} are gone; the newest round is {newest}.", code="stale-round")
-
-
 def _check_items(items: dict[str, bytes]) -> None:
     for key, value in items.items():
         if _size(key) > MAX_KEY_BYTES:
-            raise Rejected(f"A key has at most {MAX_KEY_BYTES} bytes; {_shown(key)} is longer.", code="kv-too-large")
+            raise Rejected(
+                f"A key has at most {MAX_KEY_BYTES} bytes; {_shown(key)} is longer.", code=ErrorCode.KV_TOO_LARGE
+            )
         if len(value) > MAX_VALUE_BYTES:
             raise Rejected(
                 f"The value of {_shown(key)} would have {len(value)} bytes; the limit is {MAX_VALUE_BYTES}. "
                 "Keep large data in files and their names here.",
-                code="kv-too-large",
+                code=ErrorCode.KV_TOO_LARGE,
             )
 
 
@@ -279,7 +249,7 @@ def _check_reply(size_bytes: int, what: str) -> None:
     if size_bytes > _MAX_REPLY_BYTES:
         raise Rejected(
             f"{what} have {size_bytes} bytes together, and one answer holds {_MAX_REPLY_BYTES}. Ask for fewer at once.",
-            code="kv-too-large",
+            code=ErrorCode.KV_TOO_LARGE,
         )
 
 
@@ -288,13 +258,13 @@ def _added(value: bytes | None, command: KvAdd) -> int:
     if value and not _DECIMAL.fullmatch(value):
         raise Rejected(
             f"{_shown(command.key)} holds {len(value)} bytes that are no decimal number; nothing can be added to it.",
-            code="kv-not-a-number",
+            code=ErrorCode.KV_NOT_A_NUMBER,
         )
     number = (int(value) if value else 0) + command.amount
     if not -_LARGEST - 1 <= number <= _LARGEST:
         raise Rejected(
             f"Adding {command.amount} to {_shown(command.key)} exceeds 64 bits; nothing changed.",
-            code="kv-not-a-number",
+            code=ErrorCode.KV_NOT_A_NUMBER,
         )
     return number
 
@@ -302,7 +272,7 @@ def _added(value: bytes | None, command: KvAdd) -> int:
 def _not_yet(query: KvGet | KvWait, missing: list[str]) -> NotYet:
     """A question is looked at anew, which costs all of its keys, only when each of these has come: they may be thousands."""
     topics = tuple([topic(query.round, key) for key in missing[:_NUM_AWAITED]])
-    return NotYet(topics, Rejected(_explain(missing), code="kv-timeout"))
+    return NotYet(topics, Rejected(_explain(missing), code=ErrorCode.KV_TIMEOUT))
 
 
 def _explain(missing: list[str]) -> str:
@@ -325,8 +295,3 @@ def _size(key: str) -> int:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-
-_COMMANDS: Iterable[type[AnyKvCommand]] = (KvSet, KvAdd, KvCompareSet, KvAppend, KvDelete, KvPush, KvPop)
-_QUERIES: Iterable[type[AnyKvQuery]] = (KvGet, KvWait, KvCheck, KvCount, KvList, KvQueueLength)
-HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = dict.fromkeys(_COMMANDS, _change)
-ANSWERS: dict[type[Query], Callable[[Any, JobState], Reply | NotYet]] = dict.fromkeys(_QUERIES, _answer)

@@ -15,31 +15,13 @@ forgotten.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from dlrover.core.fleet import life_cycle
 from dlrover.core.membership.nodes import after_outage
-from dlrover.core.outcome import NotYet, micros
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.fleet import Strategy
-from dlrover.protocol.messages.job import Command, Done, LookAgain, Micros, NodeId, Query, Reply, Round
-from dlrover.protocol.messages.sync import (
-    MAX_NAME_BYTES,
-    MAX_NAMES,
-    AnySyncCommand,
-    BarrierOpen,
-    JoinSync,
-    NotifyBarrier,
-    SyncFinished,
-    SyncJoined,
-    SyncState,
-)
-
-if TYPE_CHECKING:
-    from dlrover.core.decision import Course
-    from dlrover.core.state import JobState
+from dlrover.protocol.messages.identity import micros
+from dlrover.protocol.messages.job import Micros, NodeId, Round
+from dlrover.protocol.messages.sync import SyncJoined
 
 SYNC_TIMEOUT = 3600.0
 """Seconds that a sync point waits for the workers that have not joined."""
@@ -153,115 +135,6 @@ def barrier_topic(round_: Round, name: str) -> str:
     return f"barrier/{round_}/{name}"
 
 
-def targets_of(state: JobState, round_: Round) -> dict[NodeId, list[int]]:
-    """The workers that run in the round now, by node; for round 0 those of all nodes."""
-    rdzv, live = state.rendezvous, state.nodes.live
-    found: dict[NodeId, list[int]] = {}
-    for node in sorted(live.values(), key=lambda node: node.rank):
-        if not node.finished_round and (round_ == 0 or rdzv.is_member(node.id)):
-            found[node.id] = list(range(node.local_world_size))
-    return found
-
-
-def leave(course: Course, node: NodeId) -> None:
-    """To be called whenever the workers of a node have ended for good."""
-    reached = course.state.sync.leave(node)
-    if reached:
-        course.effects.append(LookAgain(reached))
-
-
-def expire(course: Course, number: int) -> None:
-    """The deadline of a sync point: who has not come is waited for no longer."""
-    expired = course.state.sync.expire(number, course.now)
-    if expired is None:
-        return
-    topic, name, missing = expired
-    course.effects.append(LookAgain((topic,)))
-    live = course.state.nodes.live
-    who = "; ".join(
-        f"{live[node].label if node in live else f'node {node}'}, local rank{'s' if len(ranks) > 1 else ''} "
-        f"{', '.join(map(str, ranks))}"
-        for node, ranks in missing.items()
-    )
-    course.say(f"Sync point {name!r} waits no longer, after {SYNC_TIMEOUT:.0f} s without {who}.")
-    _let_go(course, list(missing), f"it did not come to sync point {name!r}")
-
-
-def _let_go(course: Course, laggards: list[NodeId], why: str) -> None:
-    """A job without them is better off, if it can be: not without critical ones, nor with too few for a world.
-
-    Not in an all-reduce job: all others would have to start anew, who have just been allowed to go on. Nor in the last
-    minutes of any job, when nobody starts anew.
-    """
-    state, fleet = course.state, course.state.fleet
-    if fleet is None or fleet.spec.strategy is Strategy.ALLREDUCE or state.rendezvous.finished:
-        return
-    min_nodes = 0 if state.terms is None else state.terms.limits.min_nodes
-    for node in [fleet.of_agent(agent) for agent in laggards]:
-        if node is None or not node.is_live or node.is_critical:
-            continue
-        if len(fleet.workers.holders) > min_nodes:
-            life_cycle.let_go(course, node, why)
-
-
-def _join_sync(command: JoinSync, course: Course) -> Reply:
-    state = course.state
-    _check(command, course, state.sync.points.get(command.round, {}))
-    node = state.nodes.live[command.node]
-    if not 0 <= command.local_rank < node.local_world_size:
-        raise Rejected(f"{node.label} has no local rank {command.local_rank}.", code="malformed")
-    if command.round and state.rendezvous.world is None:
-        # The journal was lost, and not all of its members are back: a point that waits for nobody would be open for ever.
-        raise Rejected(
-            f"The world of round {command.round} is not known yet, or will not be any more: join again when it is.",
-            code="world-unknown",
-        )
-
-    worker = (node.id, command.local_rank)
-    joined = state.sync.join(command.name, command.round, worker, course.now, lambda: targets_of(state, command.round))
-    if state.sync.points[command.round][command.name].is_reached:
-        course.effects.append(LookAgain((sync_topic(command.round, command.name),)))
-    return joined
-
-
-def _notify_barrier(command: NotifyBarrier, course: Course) -> Reply:
-    _check(command, course, course.state.sync.barriers.get(command.round, {}))
-
-    course.state.sync.notify(command.name, command.round)
-    course.effects.append(LookAgain((barrier_topic(command.round, command.name),)))
-    return Done()
-
-
-def _check(command: AnySyncCommand, course: Course, known: dict[str, Any]) -> None:
-    state = course.state
-    state.nodes.current(command.node, command.incarnation)
-    if command.round not in (0, state.rendezvous.round):
-        raise Rejected(
-            f"A worker of round {command.round} wants to meet others; the newest round is {state.rendezvous.round}.",
-            code="stale-round",
-        )
-    if not command.name or len(command.name.encode()) > MAX_NAME_BYTES:
-        raise Rejected(f"A sync point or barrier needs a name of 1 to {MAX_NAME_BYTES} bytes.", code="malformed")
-    if command.name not in known and len(known) >= MAX_NAMES:
-        raise Rejected(
-            f"There are {MAX_NAMES} names already. Names can be used again: use fewer of them.", code="sync-full"
-        )
-
-
-def _sync_finished(query: SyncFinished, state: JobState) -> Reply | NotYet:
-    point = state.sync.points.get(query.round, {}).get(query.name)
-    is_over = point is not None and point.generation > query.generation > 0
-    if is_over or (point is not None and point.is_reached and query.generation <= point.generation):
-        return SyncState(True)
-    return NotYet((sync_topic(query.round, query.name),), SyncState(False))
-
-
-def _barrier_open(query: BarrierOpen, state: JobState) -> Reply | NotYet:
-    if state.sync.barriers.get(query.round, {}).get(query.name, 0) >= max(query.generation, 1):
-        return SyncState(True)
-    return NotYet((barrier_topic(query.round, query.name),), SyncState(False))
-
-
 def _take(missing: dict[NodeId, list[int]], node: NodeId, local_rank: int) -> bool:
     """Take a worker off the list; whether it was on it."""
     ranks = missing.get(node)
@@ -271,10 +144,3 @@ def _take(missing: dict[NodeId, list[int]], node: NodeId, local_rank: int) -> bo
     if not ranks:
         del missing[node]
     return True
-
-
-HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {JoinSync: _join_sync, NotifyBarrier: _notify_barrier}
-ANSWERS: dict[type[Query], Callable[[Any, JobState], Reply | NotYet]] = {
-    SyncFinished: _sync_finished,
-    BarrierOpen: _barrier_open,
-}

@@ -14,14 +14,13 @@ said in `reach`. Of such a script "the same step" is the same step of the same e
 
 from __future__ import annotations
 
-import hashlib
-import re
-
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dlrover.agreed.mistakes import SENTENCE, Alike, is_mistake
 from dlrover.agreed.reach import NOTHING_TOLD, furthest, is_further, is_start_told
+from dlrover.agreed.worker_failure import is_device_fault, is_out_of_memory, is_secondary, priority, traceback_digest
+from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import (
     DistinctFailure,
     ExitReason,
@@ -39,24 +38,15 @@ LATE_FAILURE = 5.0
 """Seconds after an incident during which a late report may still name a better first failure."""
 MAX_PORTS_TAKEN = 3
 """So many times in a row a round is repeated because its coordinator's port was taken; then something else is wrong."""
-DEVICE_FAULT_CODES = (14, 128, 201, 202)
-"""Exit codes by which accelerator runtimes say that the device is broken."""
 NUM_CRASHES = 64
 """So many different crashes are remembered for recognising a loop."""
 NUM_DISTINCT = 16
 """So many ways to fail are kept of one incident, the first ones; of an error storm these tell everything."""
+HOUR = 3600.0
+"""Seconds for which hangs are counted."""
+_KEPT_HANGS = 64
 _SHORT = 160
 """Characters of a message that is repeated to every node."""
-
-_SECONDARY = {FailureKind.PEER_LOST: 1, FailureKind.STOPPED_BY_US: 2}
-"""Consequences of another failure, the more telling first."""
-_MEMORY = (FailureKind.OUT_OF_MEMORY, FailureKind.MEMORY_ERROR)
-_SIGNALS = {
-    1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
-    9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM",
-}  # fmt: skip
-_VARYING = re.compile(r"0x[0-9a-fA-F]+|\[rank\d+\]:?")
-"""What differs between two tracebacks of the same bug: addresses, and the rank torch puts before each line."""
 
 
 class Incident(Struct):
@@ -86,6 +76,11 @@ class Incident(Struct):
     """Of the round; 0: unknown."""
     alike: Alike = field(default_factory=Alike)
 
+    @property
+    def is_secondary(self) -> bool:
+        """What was told so far is the consequence of another failure."""
+        return is_secondary(self.first.failure)
+
     def master_restarted(self, outage: int) -> None:
         """Reports of it could not arrive meanwhile; they have the rest of their time again."""
         self.began_at = Micros(self.began_at + outage)
@@ -102,10 +97,29 @@ class Crash(Struct):
     """Both only of a script that counts its steps anew: for it the step alone is no place."""
 
 
+class Hang(Struct, frozen=True):
+    at: Micros
+    node_rank: NodeRank
+
+
+class Hangs(Struct):
+    """What was found within the last hour, oldest first."""
+
+    recent: list[Hang] = []
+
+    def since(self, now: Micros) -> list[Hang]:
+        return [hang for hang in self.recent if hang.at > now - micros(HOUR)]
+
+    def add(self, hang: Hang) -> None:
+        self.recent = [*self.since(hang.at), hang][-_KEPT_HANGS:]
+
+
 class RestartDecision(Struct, frozen=True):
     sentence: str
     reason: ExitReason | None = None
     """None: restart. Else the job ends for this reason."""
+    is_elsewhere: bool = False
+    """The workers cannot go on where they are, but might on another node, if there is one."""
 
 
 class Restarts(Struct):
@@ -197,18 +211,9 @@ class Restarts(Struct):
         return incident.step, reach.model_step, reach.data
 
 
-def is_secondary(failure: WorkerFailure) -> bool:
-    return failure.kind in _SECONDARY
-
-
-def first_of(failures: tuple[WorkerFailure, ...]) -> WorkerFailure:
-    """The failure to blame: the earliest exit among those that are not consequences."""
-    return min(failures, key=_blame)
-
-
 def improve(incident: Incident, candidate: FirstFailure) -> bool:
     """Let a later report take the blame if it tells of an earlier exit. Returns whether it did."""
-    if _blame(candidate.failure) >= _blame(incident.first.failure):
+    if priority(candidate.failure) >= priority(incident.first.failure):
         return False
     incident.first = candidate
     return True
@@ -272,6 +277,12 @@ def made_progress(policy: RestartPolicy, restarts: Restarts, incident: Incident)
 
 def decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> RestartDecision:
     """Restart or end, by what was spent before this incident."""
+    restart = _decide(policy, restarts, incident)
+    is_elsewhere = incident.is_node_replaced or _calls_for_another_node(incident, restart)
+    return replace(restart, is_elsewhere=True) if is_elsewhere else restart
+
+
+def _decide(policy: RestartPolicy, restarts: Restarts, incident: Incident) -> RestartDecision:
     failure = incident.first.failure
     if failure.kind is FailureKind.BAD_SCRIPT and incident.step is None and restarts.best_step is None:
         return RestartDecision("No restart can help before the script is corrected.", ExitReason.CODE_ERROR)
@@ -303,43 +314,13 @@ def is_script_mistaken(policy: RestartPolicy, restarts: Restarts, incident: Inci
     return not has_stepped and is_mistake(policy, incident.alike, round_=incident.round, world_size=incident.world_size)
 
 
-def calls_for_another_node(incident: Incident, decision: RestartDecision) -> bool:
+def _calls_for_another_node(incident: Incident, restart: RestartDecision) -> bool:
     """Whether the workers cannot go on where they are, but might elsewhere."""
     failure = incident.first.failure
     if is_secondary(failure) or failure.kind is FailureKind.PORT_TAKEN:
         return False  # the node that tells of it is not the one to blame
-    is_spent = decision.reason not in (None, ExitReason.CODE_ERROR)
+    is_spent = restart.reason not in (None, ExitReason.CODE_ERROR)
     return is_spent or incident.is_node_suspect or is_device_fault(failure)
-
-
-def is_device_fault(failure: WorkerFailure) -> bool:
-    """Whether another try on the same node makes no sense: its device, or its log, says so."""
-    if failure.node_error:
-        return True
-    return failure.kind is FailureKind.EXIT_CODE and failure.exit_code in DEVICE_FAULT_CODES
-
-
-def is_out_of_memory(failure: WorkerFailure) -> bool:
-    return failure.kind in _MEMORY
-
-
-def describe(first: FirstFailure) -> str:
-    """One sentence: who failed, where, when and how."""
-    failure = first.failure
-    step = "" if first.step is None else f" at step {first.step}"
-    who = f"global rank {failure.global_rank} on node rank {first.node_rank} ({first.host})"
-    log = f" Its log: {failure.log_file}." if failure.log_file else ""
-    return f"Round {first.round}: {who} failed{step}: {_how(failure)}.{log}"
-
-
-def traceback_digest(failure: WorkerFailure) -> str:
-    """The same for two crashes of the same bug; empty if there is no traceback to compare."""
-    text = _VARYING.sub("", failure.traceback).strip()
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text else ""
-
-
-def _blame(failure: WorkerFailure) -> tuple[int, int, int]:
-    return (_SECONDARY.get(failure.kind, 0), failure.exited_at, failure.global_rank)
 
 
 def _decide_by_number(max_restarts: int, restarts: Restarts, incident: Incident) -> RestartDecision:
@@ -383,37 +364,4 @@ def _over_limit(incident: Incident, otherwise: ExitReason) -> ExitReason:
     kind = incident.first.failure.kind
     if kind is FailureKind.DIAGNOSED:
         return ExitReason.HANG_ERROR
-    return ExitReason.WORKER_OOM if kind in _MEMORY else otherwise
-
-
-def _how(failure: WorkerFailure) -> str:
-    message = failure.message.strip().rstrip(".")
-    is_more_told = message not in ("", f"exit code {failure.exit_code}")
-    detail = f" ({message})" if is_more_told else ""
-    match failure.kind:
-        case FailureKind.EXCEPTION | FailureKind.MEMORY_ERROR:
-            return message or "an exception"
-        case FailureKind.SIGNAL if failure.signal is not None:
-            name = _SIGNALS.get(failure.signal, "unnamed")
-            said = message.removeprefix(f"ended by {name}")  # an agent's words for the same
-            return f"killed by signal {failure.signal} ({name}){detail if said == message else said}"
-        case FailureKind.OUT_OF_MEMORY:
-            return f"killed by the kernel for lack of memory{detail}"
-        case FailureKind.EXIT_CODE if failure.exit_code in DEVICE_FAULT_CODES:
-            return f"exit code {failure.exit_code}, a device fault of that node{detail}"
-        case FailureKind.EXIT_CODE:
-            return f"exit code {failure.exit_code}{detail}"
-        case FailureKind.PEER_LOST:
-            return f"it lost the connection to another worker{detail}"
-        case FailureKind.PORT_TAKEN:
-            return f"the port of the coordinator was taken by somebody else{detail}"
-        case FailureKind.BAD_SCRIPT:
-            return f"the script cannot run{detail}"
-        case FailureKind.STOPPED_BY_US:
-            return f"it was stopped by its agent{detail}"
-        case FailureKind.DIAGNOSED:
-            return message or "it stood still"
-        case FailureKind.START_FAILED:
-            return f"it could not be started{detail}"
-        case _:
-            return message or failure.kind.value
+    return ExitReason.WORKER_OOM if is_out_of_memory(incident.first.failure) else otherwise

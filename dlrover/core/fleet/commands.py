@@ -7,15 +7,18 @@ As everywhere, each function checks first and raises `Rejected`; below the empty
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from dlrover.core.checkpoints import commits
-from dlrover.core.fleet import life_cycle, parameter_servers, platform_news, reconcile, relaunch, targets
-from dlrover.core.fleet.fleet import Fleet, Replicas
-from dlrover.protocol.errors import Rejected
+from dlrover.core.decision import Answers, Decision, Handlers
+from dlrover.core.fleet import job_limits, life_cycle, parameter_servers, platform_news, reconcile, relaunch, targets
+from dlrover.core.fleet.fleet import Fleet
+from dlrover.core.fleet.replicas import FleetNode, Replicas
+from dlrover.core.outcome import NotYet
+from dlrover.core.state import JobState
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.fleet import (
     AskClusterVersion,
     AskPsNodes,
@@ -41,14 +44,12 @@ from dlrover.protocol.messages.fleet import (
     Strategy,
     SuspendJob,
     UpdateClusterVersion,
+    VersionType,
     exit_reason_told,
 )
-from dlrover.protocol.messages.job import Command, Done, Query, Reply, Stage
-
-if TYPE_CHECKING:
-    from dlrover.core.decision import Course
-    from dlrover.core.outcome import NotYet
-    from dlrover.core.state import JobState
+from dlrover.protocol.messages.job import Done, NodeId, PlatformId, Reply, Stage
+from dlrover.protocol.messages.job_limits import excess_as_defined
+from dlrover.protocol.messages.requests import MAX_REASON, RelaunchNode
 
 T = TypeVar("T", FleetSpec, Resource)
 
@@ -60,30 +61,31 @@ _LARGEST = 2**53
 """No counter of a platform comes near."""
 
 
-def _define(command: DefineFleet, course: Course) -> Reply:
-    state = course.state
+def _define(command: DefineFleet, decision: Decision) -> Reply:
+    state = decision.state
     check_spec(command.spec)
     known = state.fleet
     if known is not None and known.spec != command.spec:
         raise Rejected(
             "The fleet of this job is defined already, and otherwise. Scale the job, or start another one.",
-            code="fleet-differs",
+            code=ErrorCode.FLEET_DIFFERS,
         )
 
     if known is None:
-        state.fleet = _new_fleet(course, as_decoded(command.spec))
-        course.advance()
+        state.fleet = _new_fleet(decision, as_decoded(command.spec))
+        decision.rooms_changed()
+        decision.is_unsettled = True
     return Done()
 
 
-def _new_fleet(course: Course, spec: FleetSpec) -> Fleet:
+def _new_fleet(decision: Decision, spec: FleetSpec) -> Fleet:
     """All records at once; the platform is asked for them when it has said what it has."""
-    fleet = Fleet(spec=spec, job_name=course.state.job_name or "job")
+    fleet = Fleet(spec=spec, job_name=decision.state.job_name or "job")
     kinds = _with_chief(spec)
     for node_type in _ORDER:
         replica = kinds.get(node_type)
         if replica is not None:
-            fleet.replicas[node_type] = _replicas_of(course, spec, node_type, replica)
+            fleet.replicas[node_type] = _replicas_of(decision, spec, node_type, replica)
     for node_type, replicas in fleet.replicas.items():
         for rank in range(replicas.target):
             node = targets.want_new(fleet, node_type, rank)
@@ -91,7 +93,7 @@ def _new_fleet(course: Course, spec: FleetSpec) -> Fleet:
             if node_type is NodeType.PS:
                 fleet.servers.current.append(node.id)
     amounts = ", ".join(f"{replicas.target} {node_type.value}" for node_type, replicas in fleet.replicas.items())
-    course.say(f"The job wants these nodes of its platform: {amounts}.")
+    decision.say(f"The job wants these nodes of its platform: {amounts}.")
     return fleet
 
 
@@ -116,14 +118,14 @@ def _with_count(spec: ReplicaSpec, count: int) -> ReplicaSpec:
     )
 
 
-def _replicas_of(course: Course, spec: FleetSpec, node_type: NodeType, replica: ReplicaSpec) -> Replicas:
+def _replicas_of(decision: Decision, spec: FleetSpec, node_type: NodeType, replica: ReplicaSpec) -> Replicas:
     num_standby = spec.standby if node_type is NodeType.WORKER and spec.strategy is Strategy.ALLREDUCE else 0
     replicas = Replicas(spec=replica, target=replica.count + num_standby)
     budget = min(replica.max_relaunches, relaunch.MAX_BUDGET)
     if node_type is NodeType.WORKER:
         critical = relaunch.critical_ranks(replica.critical, replica.count, budget, spec.strategy)
         if critical is None:
-            course.say(f"Nobody is critical: {replica.critical!r} is not all, none, or rank:relaunches,...")
+            decision.say(f"Nobody is critical: {replica.critical!r} is not all, none, or rank:relaunches,...")
         replicas.budgets = critical or {}
     elif node_type is NodeType.PS and replica.critical.strip() == "all":
         replicas.budgets = dict.fromkeys(range(replica.count), budget)
@@ -155,6 +157,9 @@ def check_spec(spec: FleetSpec) -> None:
         raise _bad(f"a job by {spec.strategy.value} needs at least one ps")
     if not 0 <= spec.standby <= MOST_NODES:
         raise _bad(f"standby {spec.standby}: give 0 or more")
+    excess = excess_as_defined(spec)
+    if excess:
+        raise _bad(excess)
     affinity = spec.group_affinity
     if any(group < 0 or count < 1 for group, count in affinity.items()):
         raise _bad("group_affinity maps groups from 0 on to counts from 1 on")
@@ -181,161 +186,236 @@ def as_decoded(value: T) -> T:
 
 
 def _bad(what: str) -> Rejected:
-    return Rejected(f"The fleet cannot be as wished: {what}.", code="bad-fleet")
+    return Rejected(f"The fleet cannot be as wished: {what}.", code=ErrorCode.BAD_FLEET)
 
 
-def _nodes_listed(command: NodesListed, course: Course) -> Reply:
-    _known_fleet(course.state)
+def _nodes_listed(command: NodesListed, decision: Decision) -> Reply:
+    _known_fleet(decision.state)
     if max(command.master_epoch, command.next_id) > _LARGEST:
-        raise Rejected("The platform tells of a master epoch or a node id that cannot be.", code="malformed")
+        raise malformed("The platform tells of a master epoch or a node id that cannot be.")
 
-    platform_news.hear_list(course, command)
-    course.advance()
+    platform_news.hear_list(decision, command)
+    decision.is_unsettled = True
     return Done()
 
 
-def _node_changed(command: NodeChanged, course: Course) -> Reply:
-    _known_fleet(course.state)
+def _node_changed(command: NodeChanged, decision: Decision) -> Reply:
+    _known_fleet(decision.state)
 
-    platform_news.hear_change(course, command.kind, command.node)
-    course.advance()
+    platform_news.hear_change(decision, command.kind, command.node)
+    decision.is_unsettled = True
     return Done()
 
 
-def _launch_refused(command: LaunchRefused, course: Course) -> Reply:
-    _known_fleet(course.state)
+def _launch_refused(command: LaunchRefused, decision: Decision) -> Reply:
+    _known_fleet(decision.state)
 
-    platform_news.hear_refusal(course, command.node, command.reason)
-    course.advance()
+    platform_news.hear_refusal(decision, command.node, command.reason)
+    decision.is_unsettled = True
     return Done()
 
 
-def _scale_replicas(command: ScaleReplicas, course: Course) -> Reply:
-    fleet = _running_fleet(course.state)
+def _scale_replicas(command: ScaleReplicas, decision: Decision) -> Reply:
+    fleet = _running_fleet(decision.state)
     replicas = fleet.replicas.get(command.node_type)
     if replicas is None:
-        raise Rejected(f"This job has no nodes of type {command.node_type.value}.", code="bad-scale")
+        raise Rejected(f"This job has no nodes of type {command.node_type.value}.", code=ErrorCode.BAD_SCALE)
     if fleet.spec.strategy is Strategy.ALLREDUCE and command.node_type is NodeType.WORKER:
         raise Rejected(
             "The workers of this job form one world: scale it with a minimum and a maximum (ScaleJob).",
-            code="bad-scale",
+            code=ErrorCode.BAD_SCALE,
         )
     if command.node_type is not NodeType.EVALUATOR and reconcile.is_training_over(fleet):
-        raise Rejected("The training is over: nobody can be added to it, only to the evaluation.", code="bad-stage")
+        raise Rejected(
+            "The training is over: nobody can be added to it, only to the evaluation.", code=ErrorCode.BAD_STAGE
+        )
     least = 1 if command.node_type is NodeType.PS else 0
     if not least <= command.count <= MOST_NODES:
-        raise Rejected(f"Give a count from {least} to {MOST_NODES}, not {command.count}.", code="bad-scale")
+        raise Rejected(f"Give a count from {least} to {MOST_NODES}, not {command.count}.", code=ErrorCode.BAD_SCALE)
 
+    _check_limits(job_limits.excess_if_scaled(fleet, command.node_type, command.count), ErrorCode.BAD_SCALE)
     if command.node_type is NodeType.PS:
-        targets.scale_servers(course, command.count)
+        targets.scale_servers(decision, command.count)
     else:
-        targets.scale_workers(course, command.node_type, command.count)
-    course.advance()
+        targets.scale_workers(decision, command.node_type, command.count)
+    decision.is_unsettled = True
     return Done()
 
 
-def _migrate(command: MigrateNode, course: Course) -> Reply:
-    fleet = _running_fleet(course.state)
+def _migrate(command: MigrateNode, decision: Decision) -> Reply:
+    fleet = _running_fleet(decision.state)
     node = fleet.nodes.get(command.node)
     if node is None or not node.is_live or node.phase is NodePhase.INITIAL:
-        raise Rejected(f"Node {command.node} is not there to be exchanged.", code="bad-migration")
+        raise Rejected(f"Node {command.node} is not there to be exchanged.", code=ErrorCode.BAD_MIGRATION)
     odd = _odd_number(msgspec.to_builtins(command.resource))
     if odd:
-        raise Rejected(f"{node.label} cannot be exchanged so: {odd}.", code="bad-migration")
+        raise Rejected(f"{node.label} cannot be exchanged so: {odd}.", code=ErrorCode.BAD_MIGRATION)
     if command.resource.cpu < 0 or command.resource.memory_mb < 0 or command.resource.gpus < 0:
-        raise Rejected(f"{node.label} cannot have less than nothing: {command.resource}.", code="bad-migration")
+        raise Rejected(f"{node.label} cannot have less than nothing: {command.resource}.", code=ErrorCode.BAD_MIGRATION)
     if node.id in fleet.migrations or node.id in fleet.migrations.values():
-        raise Rejected(f"{node.label} is being exchanged already.", code="bad-migration")
+        raise Rejected(f"{node.label} is being exchanged already.", code=ErrorCode.BAD_MIGRATION)
     if node.id in fleet.servers.dropped or node.is_finished:
-        raise Rejected(f"{node.label} is about to go.", code="bad-migration")
+        raise Rejected(f"{node.label} is about to go.", code=ErrorCode.BAD_MIGRATION)
     if node.is_critical and node.node_type is not NodeType.PS:
-        raise Rejected(f"The job cannot do without {node.label}, not even for an exchange.", code="bad-migration")
-
-    targets.migrate(course, node, as_decoded(command.resource))
-    commits.request_save(course, f"{node.label} is to be exchanged")
-    course.advance()
+        raise Rejected(
+            f"The job cannot do without {node.label}, not even for an exchange.", code=ErrorCode.BAD_MIGRATION
+        )
+    resource = as_decoded(command.resource)
+    _check_limits(job_limits.excess_if_resized(fleet, node, resource), ErrorCode.BAD_MIGRATION)
+    targets.migrate(decision, node, resource)
+    decision.announce(decision.on.node_exchanged, node.label)
+    decision.is_unsettled = True
     return Done()
 
 
-def _suspend(command: SuspendJob, course: Course) -> Reply:
-    _running_fleet(course.state)
-    if course.state.stage is Stage.SUSPENDED:
-        raise Rejected("The job is suspended already.", code="bad-stage")
+def on_job_grows(decision: Decision, max_nodes: int) -> None:
+    """Raises `Rejected` for more workers of a world than the job's limits allow."""
+    fleet = life_cycle.fleet_of(decision)
+    if fleet.spec.strategy is Strategy.ALLREDUCE:
+        count = max_nodes + fleet.spec.standby
+        _check_limits(job_limits.excess_if_scaled(fleet, NodeType.WORKER, count), ErrorCode.BAD_LIMITS)
 
-    targets.suspend(course, command.reason[: targets.LONGEST_REASON])
-    course.advance()
+
+def _check_limits(excess: str, code: ErrorCode) -> None:
+    if excess:
+        raise Rejected(f"Nothing was changed: {excess}.", code=code)
+
+
+def _suspend(command: SuspendJob, decision: Decision) -> Reply:
+    _running_fleet(decision.state)
+    if decision.state.stage is Stage.SUSPENDED:
+        raise Rejected("The job is suspended already.", code=ErrorCode.BAD_STAGE)
+
+    targets.suspend(decision, command.reason[:MAX_REASON])
+    decision.is_unsettled = True
     return Done()
 
 
-def _resume(command: ResumeJob, course: Course) -> Reply:
-    fleet = _running_fleet(course.state)
+def _resume(command: ResumeJob, decision: Decision) -> Reply:
+    fleet = _running_fleet(decision.state)
     if not fleet.is_suspended:
-        raise Rejected("The job is not suspended.", code="bad-stage")
+        raise Rejected("The job is not suspended.", code=ErrorCode.BAD_STAGE)
 
-    targets.resume(course)
-    course.advance()
+    targets.resume(decision)
+    decision.is_unsettled = True
     return Done()
 
 
-def _restart(command: RestartJob, course: Course) -> Reply:
-    fleet = _running_fleet(course.state)
+def _restart(command: RestartJob, decision: Decision) -> Reply:
+    fleet = _running_fleet(decision.state)
     if fleet.spec.strategy is not Strategy.ALLREDUCE:
-        raise Rejected("Only a job whose workers form one world can be restarted as a whole.", code="bad-restart")
-    rdzv = course.state.rendezvous
+        raise Rejected(
+            "Only a job whose workers form one world can be restarted as a whole.", code=ErrorCode.BAD_RESTART
+        )
+    rdzv = decision.state.rendezvous
     if command.round and (rdzv.world is None or rdzv.round != command.round):
         return Done()  # another agent of that world was quicker, or its time has passed anyway
     if fleet.is_suspended:
-        raise Rejected("The job is suspended: resume it before it restarts.", code="bad-stage")
+        raise Rejected("The job is suspended: resume it before it restarts.", code=ErrorCode.BAD_STAGE)
 
-    targets.restart_job(course, command.reason[: targets.LONGEST_REASON])
-    course.advance()
+    targets.restart_job(decision, command.reason[:MAX_REASON])
+    decision.is_unsettled = True
     return Done()
 
 
-def _report_node_error(command: ReportNodeError, course: Course) -> Reply:
-    agent = course.state.nodes.current(command.node, command.incarnation)
+def _report_node_error(command: ReportNodeError, decision: Decision) -> Reply:
+    agent = decision.state.nodes.current(command.node, command.incarnation)
 
     message = command.message[:_CHECKED_MESSAGE]
     if command.level is not ErrorLevel.INFO:
-        course.say(f"{agent.label} tells of a {command.level.value}: {message}")
-    node = None if course.state.fleet is None else course.state.fleet.of_agent(agent.id)
-    if command.level is ErrorLevel.NODE and node is not None and course.state.end is None:
+        decision.say(f"{agent.label} tells of a {command.level.value}: {message}")
+    node = None if decision.state.fleet is None else decision.state.fleet.of_agent(agent.id)
+    if command.level is ErrorLevel.NODE and node is not None and decision.state.end is None:
         # Only the platform can say that a node was taken away; from others that would be a free ride for ever.
         told = command.exit_reason or exit_reason_told(message)
         reason = told if relaunch.is_failure(told) else NodeExit.UNKNOWN
-        life_cycle.hear_node_error(course, node, reason, message)
-    course.advance()
+        life_cycle.hear_node_error(decision, node, reason, message)
+    decision.is_unsettled = True
     return Done()
 
 
-def _update_version(command: UpdateClusterVersion, course: Course) -> Reply:
-    fleet = _known_fleet(course.state)
+def _update_version(command: UpdateClusterVersion, decision: Decision) -> Reply:
+    fleet = _known_fleet(decision.state)
     if command.version < 0 or command.version >= 2**53 or not 0 <= command.rank <= MOST_NODES:
-        raise Rejected("A version is 0 or more, and so is a rank.", code="malformed")
+        raise malformed("A version is 0 or more, and so is a rank.")
 
-    fleet.servers.set_version(command.version_type, command.node_type, command.rank, command.version)
+    version = command.version
+    if decision.state.cluster is not None and command.version_type is not VersionType.LOCAL:
+        version = max(version, fleet.servers.version(command.version_type, command.node_type, command.rank))
+    fleet.servers.set_version(command.version_type, command.node_type, command.rank, version)
     return Done()
 
 
-def _ps_ready(command: PsReady, course: Course) -> Reply:
-    fleet = _running_fleet(course.state)
+def _ps_ready(command: PsReady, decision: Decision) -> Reply:
+    fleet = _running_fleet(decision.state)
     if NodeType.PS not in fleet.replicas:
-        raise Rejected("This job has no parameter servers.", code="no-servers")
+        raise Rejected("This job has no parameter servers.", code=ErrorCode.NO_SERVERS)
+    if decision.state.cluster is not None:
+        return Done()  # there the master itself knows when all have moved
 
     addresses = tuple(node.service_address for node in parameter_servers.next_cluster(fleet))
     if parameter_servers.is_somebody_awaited(fleet):
-        course.say(
+        decision.say(
             "The workers say that they have switched, but some of their next parameter servers are not there yet: "
             "nobody may go until they have switched to those."
         )
     elif command.addresses and command.addresses != addresses:
-        course.say(
+        decision.say(
             "The workers switched to parameter servers that have changed again since; they have to switch once more."
         )
     else:
-        targets.switch_servers(course)
-    course.advance()
+        targets.switch_servers(decision)
+    decision.is_unsettled = True
     return Done()
+
+
+def _relaunch_node(command: RelaunchNode, decision: Decision) -> Reply:
+    decision.state.check_running()
+    node = _node_of_platform(command, decision)
+
+    because = command.reason[:MAX_REASON].rstrip(".")
+    why = f"somebody asked for it{f' ({because})' if because else ''}"
+    cordoned = node.host if command.is_cordoned else ""
+    machine = f"; its machine {cordoned} is avoided from now on" if cordoned else ""
+    decision.say(f"{node.label[:1].upper()}{node.label[1:]} is exchanged, because {why}{machine}.")
+    targets.relaunch_node(decision, node, why, cordoned)
+    decision.is_unsettled = True
+    return Done()
+
+
+def _node_of_platform(command: RelaunchNode, decision: Decision) -> FleetNode:
+    state = decision.state
+    node = _of_agent(command.node, decision) if command.node >= 0 else _of_platform(command.platform_node, decision)
+    assert state.fleet is not None, "a node of a platform"
+    if state.fleet.is_suspended:
+        raise Rejected("The job is suspended and launches no node: resume it first.", code=ErrorCode.BAD_STAGE)
+    is_leaving = node.id in state.fleet.migrations or node.id in state.fleet.servers.dropped
+    if not node.is_live or node.is_finished or is_leaving:
+        raise Rejected(f"{node.label} is about to go already.", code=ErrorCode.BAD_STAGE)
+    return node
+
+
+def _of_agent(id_: NodeId, decision: Decision) -> FleetNode:
+    state = decision.state
+    agent = state.nodes.live.get(id_)
+    if agent is None:
+        raise Rejected(f"Node {id_} is not part of the job any more.", code=ErrorCode.UNKNOWN_NODE)
+    node = None if state.fleet is None else state.fleet.of_agent(agent.id)
+    if node is None:
+        raise Rejected(
+            f"{agent.label[:1].upper()}{agent.label[1:]} was started by hand: no platform could start another in its place. Stop it "
+            "there; the job goes on with the others, or with one that you start instead.",
+            code=ErrorCode.NO_PLATFORM,
+        )
+    return node
+
+
+def _of_platform(id_: PlatformId, decision: Decision) -> FleetNode:
+    fleet = decision.state.fleet
+    node = None if fleet is None else fleet.nodes.get(id_)
+    if node is None:
+        raise Rejected(f"The platform has no node {id_} of this job.", code=ErrorCode.UNKNOWN_NODE)
+    return node
 
 
 def _known_fleet(state: JobState) -> Fleet:
@@ -343,15 +423,14 @@ def _known_fleet(state: JobState) -> Fleet:
         raise Rejected(
             "The nodes of this job are started by hand: it has no platform that could start, end or exchange any. Start the "
             "job with one (`dlrover local`, `dlrover master --fleet FILE`), or do it by hand.",
-            code="no-platform",
+            code=ErrorCode.NO_PLATFORM,
         )
     return state.fleet
 
 
 def _running_fleet(state: JobState) -> Fleet:
     fleet = _known_fleet(state)
-    if state.end is not None:
-        raise Rejected(f"The job has ended: {state.end.message}", code="job-ended")
+    state.check_running()
     return fleet
 
 
@@ -359,7 +438,13 @@ def _answer_version(query: AskClusterVersion, state: JobState) -> Reply | NotYet
     if state.fleet is None:
         return ClusterVersion()
     servers = state.fleet.servers
-    return ClusterVersion(version=servers.version(query.version_type, query.node_type, query.rank))
+    version = servers.version(query.version_type, query.node_type, query.rank)
+    if state.cluster is not None and query.version_type is not VersionType.LOCAL:
+        # What scripts tell changes nothing in the course of a cluster.
+        is_restored = state.cluster.restored_step is not None
+        newest = state.cluster.version if query.version_type is VersionType.GLOBAL or is_restored else 0
+        version = max(version, newest)
+    return ClusterVersion(version=version)
 
 
 def _answer_nodes(query: AskPsNodes, state: JobState) -> Reply | NotYet:
@@ -368,7 +453,7 @@ def _answer_nodes(query: AskPsNodes, state: JobState) -> Reply | NotYet:
     return parameter_servers.ps_nodes(state.fleet)
 
 
-HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
+HANDLERS: Handlers = {
     DefineFleet: _define,
     NodesListed: _nodes_listed,
     NodeChanged: _node_changed,
@@ -381,10 +466,11 @@ HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {
     ReportNodeError: _report_node_error,
     UpdateClusterVersion: _update_version,
     PsReady: _ps_ready,
+    RelaunchNode: _relaunch_node,
 }
 """`ScaleJob` is a matter of the rendezvous first, and is not here."""
 
-ANSWERS: dict[type[Query], Callable[[Any, JobState], Reply | NotYet]] = {
+ANSWERS: Answers = {
     AskClusterVersion: _answer_version,
     AskPsNodes: _answer_nodes,
 }

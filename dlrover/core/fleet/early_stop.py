@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dlrover.core.fleet.fleet import Fleet, FleetNode
+from dlrover.core.fleet.fleet import Fleet
 from dlrover.core.fleet.parameter_servers import WAIT_FOR_PS
 from dlrover.core.fleet.relaunch import smaller
-from dlrover.core.outcome import MICROS_PER_SECOND, micros
+from dlrover.core.fleet.replicas import FleetNode
+from dlrover.core.outcome import Deadline
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodePhase, NodeType, Resource, Strategy
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages.job import DeadlineKind, ExitReason, Limits, Micros
 
 MIN_PENDING_TIMEOUT = 600.0
@@ -72,22 +74,22 @@ def judge(state: JobState, now: Micros) -> Stop | None:
     return None
 
 
-def deadlines(state: JobState) -> list[tuple[Micros, DeadlineKind, int]]:
+def deadlines(state: JobState) -> list[Deadline]:
     """All that are running, of these rules and of what is tried before them."""
     fleet = state.fleet
     if fleet is None or state.end is not None or not fleet.is_listed:
         return []
-    found: list[tuple[Micros, DeadlineKind, int]] = []
+    found: list[Deadline] = []
     oldest = min(_too_long(state), key=lambda wait: wait.at, default=None)
     if oldest is not None:
-        found.append((oldest.at, DeadlineKind.NODE_PENDING, oldest.node.id))
+        found.append(Deadline(oldest.at, DeadlineKind.NODE_PENDING, oldest.node.id))
     ends_at = shortage_ends_at(state)
     if ends_at is not None:
-        found.append((ends_at, DeadlineKind.TOO_FEW_ALIVE, 0))
+        found.append(Deadline(ends_at, DeadlineKind.TOO_FEW_ALIVE, 0))
     if not fleet.is_suspended:
-        found.extend((wait.at, DeadlineKind.SMALLER_NODE, wait.node.id) for wait in to_make_smaller(fleet))
-        found.extend((wait.at, DeadlineKind.GROUP_PENDING, wait.node.id) for wait in groups_to_move(fleet))
-        found.extend((wait.at, DeadlineKind.PS_WAIT, wait.node.id) for wait in unseen_servers(fleet))
+        found.extend(Deadline(wait.at, DeadlineKind.SMALLER_NODE, wait.node.id) for wait in to_make_smaller(fleet))
+        found.extend(Deadline(wait.at, DeadlineKind.GROUP_PENDING, wait.node.id) for wait in groups_to_move(fleet))
+        found.extend(Deadline(wait.at, DeadlineKind.PS_WAIT, wait.node.id) for wait in unseen_servers(fleet))
     return found
 
 

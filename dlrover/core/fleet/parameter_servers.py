@@ -9,67 +9,18 @@ server that it replaces, so losing one is no change of the addresses, only of th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import Struct
 
-from dlrover.protocol.messages.fleet import NodePhase, NodeType, PsNode, PsNodes, VersionType
+from dlrover.core.fleet.fleet import Fleet
+from dlrover.core.fleet.replicas import FleetNode
+from dlrover.protocol.messages.fleet import NodePhase, NodeType, PsNode, PsNodes
 from dlrover.protocol.messages.job import PlatformId
-
-if TYPE_CHECKING:  # the fleet contains this room
-    from dlrover.core.fleet.fleet import Fleet, FleetNode
 
 WAIT_FOR_PS = 600.0
 """Seconds that the workers wait for a server which the platform does not even show, before they go on without it."""
-NEVER_RESTORED = -1
 
 
-class ParameterServers(Struct):
-    """What the workers use, and what was decided about it since."""
-
-    current: list[PlatformId] = []
-    """The cluster the workers use now, in rank order; a replacement has taken the place of the server it replaces."""
-    is_changed: bool = True
-    """Something happened since the workers last said that they are ready. True at the start: they never said so."""
-    dropped: dict[PlatformId, None] = {}
-    """Still there, but not in the next cluster."""
-    global_version: int = 0
-    local_versions: dict[str, int] = {}
-    restored_versions: dict[str, int] = {}
-
-    def replaced(self, old: PlatformId, new: PlatformId) -> None:
-        self.current = [new if node == old else node for node in self.current]
-        self.is_changed = True
-
-    def lost(self) -> None:
-        """A server is not there any more: what the workers computed with it is of an older version."""
-        self.global_version += 1
-        self.is_changed = True
-
-    def dismissed(self) -> None:
-        """There are none any more, and nobody misses them."""
-        self.current, self.dropped = [], {}
-
-    def version(self, kind: VersionType, node_type: NodeType, rank: int) -> int:
-        match kind:
-            case VersionType.GLOBAL:
-                return self.global_version
-            case VersionType.LOCAL:
-                return self.local_versions.get(_key(node_type, rank), 0)
-            case VersionType.RESTORED:
-                return self.restored_versions.get(_key(node_type, rank), NEVER_RESTORED)
-
-    def set_version(self, kind: VersionType, node_type: NodeType, rank: int, version: int) -> None:
-        match kind:
-            case VersionType.GLOBAL:
-                self.global_version = version
-            case VersionType.LOCAL:
-                self.local_versions[_key(node_type, rank)] = version
-            case VersionType.RESTORED:
-                self.restored_versions[_key(node_type, rank)] = version
-
-
-class ScalePlan(Struct, frozen=True):
+class ServerPlan(Struct, frozen=True):
     """How another number of servers is reached."""
 
     taken_back: tuple[PlatformId, ...] = ()
@@ -81,7 +32,7 @@ class ScalePlan(Struct, frozen=True):
     """Never ran, so nobody uses them."""
 
 
-def plan_scale(fleet: Fleet, count: int) -> ScalePlan:
+def plan_scale(fleet: Fleet, count: int) -> ServerPlan:
     """Add or drop at the end; dropping twice before a switch drops both."""
     servers = fleet.servers
     by_rank = sorted(_newest_of_each_rank(fleet), key=lambda node: node.rank)
@@ -91,9 +42,9 @@ def plan_scale(fleet: Fleet, count: int) -> ScalePlan:
         taken_back = [node.id for node in by_rank if node.id in servers.dropped][:num_more]
         used = {node.rank: None for node in by_rank}
         free = [rank for rank in range(len(by_rank) + num_more) if rank not in used]
-        return ScalePlan(taken_back=tuple(taken_back), added_ranks=tuple(free[: num_more - len(taken_back)]))
+        return ServerPlan(taken_back=tuple(taken_back), added_ranks=tuple(free[: num_more - len(taken_back)]))
     surplus = kept[num_more:]
-    return ScalePlan(
+    return ServerPlan(
         dropped=tuple(node.id for node in surplus if node.phase is NodePhase.RUNNING),
         removed=tuple(node.id for node in surplus if node.phase is not NodePhase.RUNNING),
     )
@@ -151,7 +102,3 @@ def is_somebody_awaited(fleet: Fleet) -> bool:
 def _newest_of_each_rank(fleet: Fleet) -> list[FleetNode]:
     replicas = fleet.replicas.get(NodeType.PS)
     return [] if replicas is None else [fleet.nodes[node] for node in replicas.holders.values()]
-
-
-def _key(node_type: NodeType, rank: int) -> str:
-    return f"{node_type.value}-{rank}"

@@ -8,12 +8,11 @@ sense, or nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from dlrover.core.decision import Decision
 from dlrover.core.fleet import life_cycle, relaunch
-from dlrover.core.fleet.fleet import MAX_MESSAGE, Fleet, FleetNode, Removal
+from dlrover.core.fleet.fleet import MAX_MESSAGE, Fleet
 from dlrover.core.fleet.relaunch import ENDED, LIVE
-from dlrover.core.outcome import micros
+from dlrover.core.fleet.replicas import FleetNode, Removal
 from dlrover.protocol.messages.fleet import (
     NodeEventKind,
     NodeExit,
@@ -24,10 +23,8 @@ from dlrover.protocol.messages.fleet import (
     RemoveNode,
     exit_reason_of,
 )
+from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import PlatformId
-
-if TYPE_CHECKING:  # a course calls us
-    from dlrover.core.decision import Course
 
 REFUSAL_COUNTS = 600.0
 """Seconds for which a refusal explains why a node is not there. The shell repeats it twice as often."""
@@ -35,28 +32,28 @@ UNSEEN_TOO_LONG = 60.0
 """Seconds after which a list that lacks a node which was asked for means that it is gone."""
 
 
-def hear_list(course: Course, told: NodesListed) -> None:
+def hear_list(decision: Decision, told: NodesListed) -> None:
     """Everything that exists. What we know and it does not show is gone."""
-    fleet = life_cycle.fleet_of(course)
+    fleet = life_cycle.fleet_of(decision)
     shown = told.nodes
-    if told.master_epoch > course.state.master_epoch:
+    if told.master_epoch > decision.state.master_epoch:
         # Our journal was lost, and the platform would refuse whatever we ask for in our own epoch. (A master that was
         # replaced may hear it too; it cannot write any more, so nothing comes of it.)
-        course.state.master_epoch = told.master_epoch
-        course.touch_all()
+        decision.state.master_epoch = told.master_epoch
+        decision.is_all_touched = True
     listed = {node.id: None for node in shown}
     is_first = not fleet.was_ever_listed
     # Before anything else: a replacement for one of them must not be called like another that comes further down.
     fleet.next_id = max(fleet.next_id, told.next_id)
     for node in sorted(shown, key=_order):
         kind = NodeEventKind.DELETED if node.phase is NodePhase.DELETED else NodeEventKind.MODIFIED
-        hear_change(course, kind, node)
+        hear_change(decision, kind, node)
         if is_first and node.id in fleet.nodes:
             _trust_count(fleet, node)
     for known in [node for node in fleet.nodes.values() if node.id not in listed]:
-        _hear_absence(course, known)
+        _hear_absence(decision, known)
     if is_first and (shown or told.next_id):
-        _renumber_unseen(course, fleet)
+        _renumber_unseen(decision, fleet)
     fleet.is_listed = fleet.was_ever_listed = True
     for node_id in [node.id for node in fleet.nodes.values() if node.is_live and node.phase is NodePhase.INITIAL]:
         fleet.to_launch[node_id] = None  # asking again is harmless, and heals what was lost on the way
@@ -70,16 +67,16 @@ def _order(shown: PlatformNode) -> tuple[bool, PlatformId]:
     return is_ended_server, shown.id
 
 
-def hear_change(course: Course, kind: NodeEventKind, shown: PlatformNode) -> None:
+def hear_change(decision: Decision, kind: NodeEventKind, shown: PlatformNode) -> None:
     """One node as the platform sees it. Whatever it says, nothing here can fail."""
-    fleet = life_cycle.fleet_of(course)
+    fleet = life_cycle.fleet_of(decision)
     node = fleet.nodes.get(shown.id)
     if node is None:
-        node = _meet_stranger(course, fleet, kind, shown)
+        node = _meet_stranger(decision, fleet, kind, shown)
         if node is None:
             return
     if node.asked_at is None:
-        node.asked_at = course.now  # by a life whose journal was lost; what exists has to be removed some day
+        node.asked_at = decision.now  # by a life whose journal was lost; what exists has to be removed some day
     node.host = shown.host or node.host
     node.message = (shown.message or node.message)[:MAX_MESSAGE]
     node.group = shown.group if shown.group >= 0 else node.group
@@ -95,44 +92,46 @@ def hear_change(course: Course, kind: NodeEventKind, shown: PlatformNode) -> Non
         return
     match phase:
         case NodePhase.SUCCEEDED:
-            life_cycle.succeeded(course, node)
+            life_cycle.succeeded(decision, node)
         case NodePhase.FAILED:
-            life_cycle.end_node(course, node, phase, _exit_of(shown, NodeExit.UNKNOWN))
+            life_cycle.end_node(decision, node, phase, _exit_of(shown, NodeExit.UNKNOWN))
         case NodePhase.DELETED if node.phase in LIVE:
-            life_cycle.end_node(course, node, phase, _exit_of(shown, NodeExit.KILLED))
+            life_cycle.end_node(decision, node, phase, _exit_of(shown, NodeExit.KILLED))
         case NodePhase.RUNNING:
-            life_cycle.started(course, node)
+            life_cycle.started(decision, node)
         case _:
-            fleet.enter(node, phase, course.now)
+            fleet.enter(node, phase, decision.now)
 
 
-def hear_refusal(course: Course, node_id: PlatformId, reason: str) -> None:
+def hear_refusal(decision: Decision, node_id: PlatformId, reason: str) -> None:
     """The platform has no room now. The shell goes on trying; the node waits meanwhile, and the pending timeout counts."""
-    node = life_cycle.fleet_of(course).nodes.get(node_id)
+    node = life_cycle.fleet_of(decision).nodes.get(node_id)
     if node is None or not node.is_pending:
         return
-    node.refused_at = course.now
+    node.refused_at = decision.now
     if node.message != reason[:MAX_MESSAGE]:
         node.message = reason[:MAX_MESSAGE]
-        course.say(f"The platform does not launch {node.label} now: {node.message}")
+        decision.say(f"The platform does not launch {node.label} now: {node.message}")
 
 
-def _meet_stranger(course: Course, fleet: Fleet, kind: NodeEventKind, shown: PlatformNode) -> FleetNode | None:
+def _meet_stranger(decision: Decision, fleet: Fleet, kind: NodeEventKind, shown: PlatformNode) -> FleetNode | None:
     """A node that we do not know: one that we have given up, or one of a life whose journal was lost."""
     is_there = kind is not NodeEventKind.DELETED and shown.phase in LIVE
     is_forgotten = fleet.is_forgotten(shown.id)
     fleet.next_id = max(fleet.next_id, PlatformId(shown.id + 1))
     if is_there and not is_forgotten and shown.node_type in fleet.replicas:
-        return _adopt(course, fleet, shown)
+        return _adopt(decision, fleet, shown)
     is_left_over = kind is not NodeEventKind.DELETED and not is_forgotten
     if is_there or is_left_over:
         name = shown.name or f"{fleet.job_name}-{shown.node_type.value}-{shown.id}"
         reason = "the job does not know it, or no longer"
-        course.effects.append(RemoveNode(id=shown.id, name=name, reason=reason, master_epoch=course.state.master_epoch))
+        decision.effects.append(
+            RemoveNode(id=shown.id, name=name, reason=reason, master_epoch=decision.state.master_epoch)
+        )
     return None
 
 
-def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
+def _adopt(decision: Decision, fleet: Fleet, shown: PlatformNode) -> FleetNode:
     replicas = fleet.replicas[shown.node_type]
     holder = fleet.holder(shown.node_type, shown.rank)
     like = replicas.spec
@@ -150,31 +149,31 @@ def _adopt(course: Course, fleet: Fleet, shown: PlatformNode) -> FleetNode:
         name=shown.name,
     )
     fleet.to_launch.pop(node.id, None)
-    node.asked_at = course.now
+    node.asked_at = decision.now
     # The newest first: mostly it is the one that has just attached and made us look.
     node.agent = next((agent for agent, on in reversed(fleet.agents.items()) if on == node.id), None)
-    course.say(f"The platform has {node.label}, which is taken over.")
+    decision.say(f"The platform has {node.label}, which is taken over.")
     if holder is not None and holder.id < node.id:
         holder.exit_reason = NodeExit.RELAUNCHED
-        life_cycle.let_go(course, holder, "a newer node has its rank")
+        life_cycle.let_go(decision, holder, "a newer node has its rank")
         if holder.id in fleet.servers.current:
             fleet.servers.replaced(holder.id, node.id)
     elif holder is not None:
         replicas.hold(holder.rank, holder.id)
         node.exit_reason = NodeExit.RELAUNCHED
-        life_cycle.let_go(course, node, "a newer node has its rank")
-    agent = None if node.agent is None else course.state.nodes.live.get(node.agent)
+        life_cycle.let_go(decision, node, "a newer node has its rank")
+    agent = None if node.agent is None else decision.state.nodes.live.get(node.agent)
     if agent is not None and agent.finished_round:
-        life_cycle.finished(course, node)
+        life_cycle.finished(decision, node)
     return node
 
 
 def _trust_count(fleet: Fleet, shown: PlatformNode) -> None:
     """Our own counters win, unless we have none because this is the first that we hear."""
-    replicas = fleet.replicas[shown.node_type]
-    known = replicas.spent.get(shown.rank, 0)
-    if shown.relaunch_count > known:
-        replicas.spent[shown.rank] = min(shown.relaunch_count, replicas.budget(shown.rank))
+    node = fleet.nodes[shown.id]  # by its type and rank as we know them: the platform may show others
+    replicas = fleet.replicas[node.node_type]
+    if shown.relaunch_count > replicas.spent.get(node.rank, 0):
+        replicas.spent[node.rank] = min(shown.relaunch_count, replicas.budget(node.rank))
 
 
 def _hear_of_unwanted(fleet: Fleet, node: FleetNode) -> None:
@@ -189,41 +188,41 @@ def _hear_of_unwanted(fleet: Fleet, node: FleetNode) -> None:
         fleet.remove(node, Removal("nobody wants it"))
 
 
-def _hear_absence(course: Course, node: FleetNode) -> None:
-    fleet = life_cycle.fleet_of(course)
+def _hear_absence(decision: Decision, node: FleetNode) -> None:
+    fleet = life_cycle.fleet_of(decision)
     if node.is_released:
         fleet.gone(node)
         return
     if node.phase is not NodePhase.INITIAL:
         fleet.gone(node)
-    elif _is_overdue(course, node):
+    elif _is_overdue(decision, node):
         node.message = "the platform was asked for it and does not have it"
-        life_cycle.end_node(course, node, NodePhase.DELETED, NodeExit.KILLED)
+        life_cycle.end_node(decision, node, NodePhase.DELETED, NodeExit.KILLED)
         return
     if node.phase in (NodePhase.PENDING, NodePhase.RUNNING):
         node.message = "the platform does not have it any more"
-        life_cycle.end_node(course, node, NodePhase.DELETED, NodeExit.KILLED)
+        life_cycle.end_node(decision, node, NodePhase.DELETED, NodeExit.KILLED)
     elif node.phase in (NodePhase.FAILED, NodePhase.SUCCEEDED):
-        fleet.enter(node, NodePhase.DELETED, course.now)
+        fleet.enter(node, NodePhase.DELETED, decision.now)
 
 
-def _is_overdue(course: Course, node: FleetNode) -> bool:
+def _is_overdue(decision: Decision, node: FleetNode) -> bool:
     """It may have come and gone before anybody looked; then asking for the same again would never help.
 
     One that the platform refuses to launch gives its reason, and is tried again as it is. A refusal that was not repeated
     for long is over: the node may have been launched since then, too.
     """
-    if node.asked_at is None or course.now - node.asked_at < micros(UNSEEN_TOO_LONG):
+    if node.asked_at is None or decision.now - node.asked_at < micros(UNSEEN_TOO_LONG):
         return False
-    return node.refused_at is None or course.now - node.refused_at >= micros(REFUSAL_COUNTS)
+    return node.refused_at is None or decision.now - node.refused_at >= micros(REFUSAL_COUNTS)
 
 
-def _renumber_unseen(course: Course, fleet: Fleet) -> None:
+def _renumber_unseen(decision: Decision, fleet: Fleet) -> None:
     """Ids below those that exist were used by a life whose journal was lost; a platform would not launch them again."""
     for node in [node for node in fleet.nodes.values() if node.phase is NodePhase.INITIAL and node.is_live]:
         if node.asked_at is None:
             exchanged = next((old for old, new in fleet.migrations.items() if new == node.id), None)
-            fleet.release(node, course.now)
+            fleet.release(node, decision.now)
             new = fleet.want_like(node, node.resource)
             if exchanged is not None:
                 fleet.migrations[exchanged] = new.id

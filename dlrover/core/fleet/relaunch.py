@@ -63,6 +63,8 @@ class NodeEnd(Struct, frozen=True, kw_only=True):
     num_relaunches: int = 0
     """Of its rank, after failures."""
     max_relaunches: int = 0
+    most_memory_mb: int | None = None
+    """That the job's limits leave to it; None: they leave any."""
     is_serving: bool = False
     """Others that still train need it, so it cannot have done its work, whatever its exit code says."""
 
@@ -100,16 +102,20 @@ def decide(end: NodeEnd, terms: Terms) -> Relaunch:
         return Relaunch(sentence=f"{how}; errors of user code are not relaunched in this job.")
     if end.exit_reason is NodeExit.RELAUNCHED:
         return Relaunch(sentence=f"{how}; a newer node has its rank.")
-    if end.exit_reason is NodeExit.OOM:
-        refusal = _refuse_more_memory(end, terms)
-        if refusal is not None:
-            return Relaunch(sentence=f"{how}; {refusal}.")
+    grows = end.exit_reason is NodeExit.OOM and terms.strategy is not Strategy.ALLREDUCE
+    if grows and end.resource.memory_mb >= MAX_MEMORY_MB:
+        refusal = f"it had {end.resource.memory_mb} MiB, and more than {MAX_MEMORY_MB} MiB are not asked for"
+        return Relaunch(sentence=f"{how}; {refusal}.")
     if end.exit_reason is NodeExit.KILLED:
         return Relaunch(sentence=f"{how}; it is replaced at no cost.", is_relaunched=True, resource=end.resource)
     if end.num_relaunches >= end.max_relaunches:
         return Relaunch(sentence=f"{how}; all {end.max_relaunches} relaunches of its rank are used up.")
-    resource = more_memory(end.resource) if end.exit_reason is NodeExit.OOM else end.resource
+    # Workers of an all-reduce job are alike. One of them that ran out of memory may have had a leak or a greedy
+    # neighbour, so it is tried again as it was, within its budget.
+    resource = more_memory(end.resource, end.most_memory_mb) if grows else end.resource
     grown = f" with {resource.memory_mb} MiB" if resource != end.resource else ""
+    if grows and not grown and end.most_memory_mb is not None:
+        grown = f" as it was: the job's limits leave it {end.most_memory_mb} MiB"
     return Relaunch(
         sentence=f"{how}; relaunch {end.num_relaunches + 1} of at most {end.max_relaunches} of its rank{grown}.",
         is_relaunched=True,
@@ -118,18 +124,13 @@ def decide(end: NodeEnd, terms: Terms) -> Relaunch:
     )
 
 
-def _refuse_more_memory(end: NodeEnd, terms: Terms) -> str | None:
-    if terms.strategy is Strategy.ALLREDUCE:
-        return "all workers of this job need as much memory as this one, so another node would end like it"
-    if end.resource.memory_mb >= MAX_MEMORY_MB:
-        return f"it had {end.resource.memory_mb} MiB, and more than {MAX_MEMORY_MB} MiB are not asked for"
-    return None
-
-
-def more_memory(resource: Resource) -> Resource:
-    """After a lack of memory. What the platform gives by default (0) nobody knows, so nobody can double it."""
+def more_memory(resource: Resource, most: int | None = None) -> Resource:
+    """
+    After a lack of memory, `most` at most. What the platform gives by default (0) nobody knows, so nobody can double it.
+    """
     memory = resource.memory_mb
-    return replace(resource, memory_mb=min(memory * OOM_FACTOR, memory + OOM_MOST_MB, MAX_MEMORY_MB))
+    grown = min(memory * OOM_FACTOR, memory + OOM_MOST_MB, MAX_MEMORY_MB)
+    return replace(resource, memory_mb=grown if most is None else max(memory, min(grown, most)))
 
 
 def smaller(resource: Resource, described: Resource) -> Resource | None:

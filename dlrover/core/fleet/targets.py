@@ -7,41 +7,35 @@ by the platform; until it is there the job goes on with what it has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from dlrover.core.decision import Decision
 from dlrover.core.fleet import early_stop, life_cycle, parameter_servers, relaunch
-from dlrover.core.fleet.fleet import Fleet, FleetNode, Replicas, group_of
-from dlrover.core.outcome import MICROS_PER_SECOND
+from dlrover.core.fleet.fleet import Fleet, group_of
+from dlrover.core.fleet.replicas import FleetNode, Replicas
 from dlrover.protocol.messages.fleet import NodePhase, NodeType, Resource, Strategy
-from dlrover.protocol.messages.job import DeadlineKind, DeadlinePassed, ExitReason, PlatformId, Stage
-
-if TYPE_CHECKING:  # a course calls us
-    from dlrover.core.decision import Course
-
-LONGEST_REASON = 1024
-"""Characters of why somebody wants something: it is said, and some of it is kept."""
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND
+from dlrover.protocol.messages.job import ExitReason, PlatformId, Stage
 
 
-def retarget(course: Course, max_nodes: int) -> None:
+def on_job_scaled(decision: Decision, max_nodes: int) -> None:
     """The job has other limits now: so many workers and the standbys shall be there. Who is dismissed leaves by itself."""
-    fleet = course.state.fleet
-    if fleet is None or fleet.spec.strategy is not Strategy.ALLREDUCE:
+    fleet = life_cycle.fleet_of(decision)
+    if fleet.spec.strategy is not Strategy.ALLREDUCE:
         return
-    scale_workers(course, NodeType.WORKER, max_nodes + fleet.spec.standby)
+    scale_workers(decision, NodeType.WORKER, max_nodes + fleet.spec.standby)
 
 
-def scale_workers(course: Course, node_type: NodeType, count: int) -> None:
+def scale_workers(decision: Decision, node_type: NodeType, count: int) -> None:
     """More: the lowest free ranks. Fewer: first who does not run yet, then the highest ranks; never critical ones.
 
     Ranks whose work is done are not started again, so they count when nodes are added. They do no work either: it is those
     who still have some that shall be no more than the number.
     """
-    fleet = life_cycle.fleet_of(course)
+    fleet = life_cycle.fleet_of(decision)
     replicas = fleet.replicas[node_type]
     former, replicas.target = replicas.target, count
     if count != former:
-        course.say(f"The job wants {count} nodes of type {node_type.value} now, {former} before.")
-    _part_with_dismissed(course, replicas)
+        decision.say(f"The job wants {count} nodes of type {node_type.value} now, {former} before.")
+    _part_with_dismissed(decision, replicas)
     at_work = [ranked for ranked in _nodes_by_rank(fleet, replicas) if not any(node.is_finished for node in ranked)]
     for node in [node for ranked in at_work for node in ranked]:
         node.is_critical = life_cycle.is_critical(fleet, node_type, node.rank)
@@ -54,19 +48,19 @@ def scale_workers(course: Course, node_type: NodeType, count: int) -> None:
     candidates.sort(key=lambda ranked: (any(node.phase is NodePhase.RUNNING for node in ranked), -ranked[0].rank))
     for ranked in candidates[: max(0, len(at_work) - count)]:
         for node in ranked:
-            life_cycle.let_go(course, node, "the job was scaled down")
+            life_cycle.let_go(decision, node, "the job was scaled down")
     for rank in replicas.lacking():
         want_new(fleet, node_type, rank)
 
 
-def _part_with_dismissed(course: Course, replicas: Replicas) -> None:
+def _part_with_dismissed(decision: Decision, replicas: Replicas) -> None:
     """Their agents leave, and then the platform may remove them; whoever was to take the place of one is needed no more."""
-    fleet = life_cycle.fleet_of(course)
+    fleet = life_cycle.fleet_of(decision)
     for ranked in _nodes_by_rank(fleet, replicas):
-        if any(_is_dismissed(course, node) for node in ranked):
+        if any(_is_dismissed(decision, node) for node in ranked):
             for heir in ranked[:-1]:
-                life_cycle.let_go(course, heir, "the job was scaled down")
-            fleet.release(ranked[-1], course.now)
+                life_cycle.let_go(decision, heir, "the job was scaled down")
+            fleet.release(ranked[-1], decision.now)
 
 
 def _nodes_by_rank(fleet: Fleet, replicas: Replicas) -> list[list[FleetNode]]:
@@ -78,16 +72,16 @@ def _nodes_by_rank(fleet: Fleet, replicas: Replicas) -> list[list[FleetNode]]:
     ]
 
 
-def scale_servers(course: Course, count: int) -> None:
-    fleet = life_cycle.fleet_of(course)
+def scale_servers(decision: Decision, count: int) -> None:
+    fleet = life_cycle.fleet_of(decision)
     replicas, servers = fleet.replicas[NodeType.PS], fleet.servers
     before = parameter_servers.plan_scale(fleet, count)
     for node in before.removed:
-        life_cycle.let_go(course, fleet.nodes[node], "the job was scaled down")
+        life_cycle.let_go(decision, fleet.nodes[node], "the job was scaled down")
     # Who was only coming to take the place of a running one is gone; the running one may be too many as well.
     plan = parameter_servers.plan_scale(fleet, count)
     former, replicas.target = replicas.target, count
-    course.say(f"The job wants {count} parameter servers now, {former} before; the workers switch when they can.")
+    decision.say(f"The job wants {count} parameter servers now, {former} before; the workers switch when they can.")
     for node in plan.taken_back:
         for member in _with_predecessor(fleet, node):
             servers.dropped.pop(member, None)
@@ -95,7 +89,7 @@ def scale_servers(course: Course, count: int) -> None:
         want_new(fleet, NodeType.PS, rank)
     for node in plan.dropped:
         servers.dropped.update(dict.fromkeys(_with_predecessor(fleet, node)))
-    nothing = parameter_servers.ScalePlan()
+    nothing = parameter_servers.ServerPlan()
     servers.is_changed = servers.is_changed or before != nothing or plan != nothing
 
 
@@ -104,9 +98,9 @@ def _with_predecessor(fleet: Fleet, node: PlatformId) -> list[PlatformId]:
     return [node, *(old for old, new in fleet.migrations.items() if new == node)]
 
 
-def migrate(course: Course, node: FleetNode, resource: Resource) -> None:
+def migrate(decision: Decision, node: FleetNode, resource: Resource) -> None:
     """Another node with other resources is brought; the old one stays until it can be done without."""
-    fleet = life_cycle.fleet_of(course)
+    fleet = life_cycle.fleet_of(decision)
     address = "" if node.node_type is NodeType.PS else node.service_address
     new = fleet.want(
         node.node_type,
@@ -120,58 +114,65 @@ def migrate(course: Course, node: FleetNode, resource: Resource) -> None:
     fleet.migrations[node.id] = new.id
     if node.node_type is NodeType.PS:
         fleet.servers.is_changed = True
-    course.say(f"{life_cycle.capitalised(node.label)} is exchanged for {new.name}.")
+    decision.say(f"{life_cycle.capitalised(node.label)} is exchanged for {new.name}.")
 
 
-def switch_servers(course: Course) -> None:
-    fleet = life_cycle.fleet_of(course)
+def on_cluster_settled(decision: Decision, servers: list[PlatformId]) -> None:
+    """The servers that are not among these may go, if these are what is wanted."""
+    fleet = life_cycle.fleet_of(decision)
+    wanted = [node.id for node in parameter_servers.next_cluster(fleet)]
+    if fleet.servers.is_changed and wanted == servers and not parameter_servers.is_somebody_awaited(fleet):
+        switch_servers(decision)
+
+
+def switch_servers(decision: Decision) -> None:
+    fleet = life_cycle.fleet_of(decision)
     for node in parameter_servers.switch(fleet):
         node.is_critical = False
-        life_cycle.let_go(course, node, "the workers have switched to other parameter servers")
-    course.say(f"The workers use {len(fleet.servers.current)} parameter servers from now on.")
+        life_cycle.let_go(decision, node, "the workers have switched to other parameter servers")
+    decision.say(f"The workers use {len(fleet.servers.current)} parameter servers from now on.")
 
 
-def restart_job(course: Course, reason: str) -> None:
+def restart_job(decision: Decision, reason: str) -> None:
     """Every worker gets a new node, in one step: there is no time in between in which anybody could be lost."""
-    state, fleet = course.state, life_cycle.fleet_of(course)
+    state, fleet = decision.state, life_cycle.fleet_of(decision)
     fleet.num_restarts += 1
     if fleet.num_restarts > fleet.spec.max_job_restarts:
         asked = f" It was asked for once more: {reason.rstrip('.')}." if reason else ""
-        course.wants_end(
-            ExitReason.RESTART_OVER_LIMIT, f"All {fleet.spec.max_job_restarts} restarts of the job are used up.{asked}"
-        )
+        sentence = f"All {fleet.spec.max_job_restarts} restarts of the job are used up.{asked}"
+        life_cycle.wants_end(decision, ExitReason.RESTART_OVER_LIMIT, sentence)
         return
     because = f": {reason.rstrip('.')}" if reason else ""
     why = f"the job restarts ({fleet.num_restarts} of at most {fleet.spec.max_job_restarts}){because}"
-    course.say(f"{life_cycle.capitalised(why)}.")
+    decision.say(f"{life_cycle.capitalised(why)}.")
     stage, state.stage = state.stage, Stage.RESTARTING
     workers = fleet.workers
     former = [node for node in fleet.nodes.values() if node.node_type is NodeType.WORKER and not node.is_released]
     workers.start_over()
     for node in former:
         node.is_finished = False
-        life_cycle.let_go(course, node, "the job restarts")
+        life_cycle.let_go(decision, node, "the job restarts")
     for rank in workers.lacking():
         new = want_new(fleet, NodeType.WORKER, rank)
         new.is_replacement = True
-    course.start_over(why)
+    decision.announce(decision.on.job_starts_over, why)
     state.stage = stage
 
 
-def suspend(course: Course, reason: str) -> None:
-    state, fleet = course.state, life_cycle.fleet_of(course)
+def suspend(decision: Decision, reason: str) -> None:
+    state, fleet = decision.state, life_cycle.fleet_of(decision)
     fleet.suspended_from, state.stage = state.stage, Stage.SUSPENDED
     because = f": {reason.rstrip('.')}" if reason else ""
-    course.say(f"The job is suspended and launches no node any more{because}.")
+    decision.say(f"The job is suspended and launches no node any more{because}.")
 
 
-def resume(course: Course) -> None:
-    state, fleet = course.state, life_cycle.fleet_of(course)
+def resume(decision: Decision) -> None:
+    state, fleet = decision.state, life_cycle.fleet_of(decision)
     assert fleet.suspended_from is not None, "the job was not suspended"
     state.stage, fleet.suspended_from = fleet.suspended_from, None
     for node in [fleet.nodes[id_] for replicas in fleet.replicas.values() for id_ in replicas.pending]:
-        node.asked_at = None if node.asked_at is None else course.now  # nobody could do anything about it meanwhile
-    course.say("The job is resumed.")
+        node.asked_at = None if node.asked_at is None else decision.now  # nobody could do anything about it meanwhile
+    decision.say("The job is resumed.")
 
 
 def want_new(fleet: Fleet, node_type: NodeType, rank: int) -> FleetNode:
@@ -189,69 +190,70 @@ def want_new(fleet: Fleet, node_type: NodeType, rank: int) -> FleetNode:
     )
 
 
-def hear_deadline(course: Course, deadline: DeadlinePassed) -> None:
-    node = PlatformId(deadline.id)
-    match deadline.kind:
-        case DeadlineKind.SMALLER_NODE:
-            make_smaller(course, node)
-        case DeadlineKind.GROUP_PENDING:
-            move_group(course, node)
-        case DeadlineKind.PS_WAIT:
-            stop_waiting_for_server(course, node)
-
-
-def make_smaller(course: Course, node_id: PlatformId) -> None:
+def make_smaller(decision: Decision, node_id: int) -> None:
     """A node that waits too long for its resources asks for half of them; if it cannot, it keeps its place in the queue."""
-    fleet = life_cycle.fleet_of(course)
+    fleet = decision.state.fleet
+    if fleet is None:
+        return
     for wait in early_stop.to_make_smaller(fleet):
         less = early_stop.smaller_resource(fleet, wait.node)
-        if wait.node.id == node_id and wait.at <= course.now and less is not None:
+        if wait.node.id == node_id and wait.at <= decision.now and less is not None:
             old = wait.node
-            seconds = (course.now - (old.asked_at or 0)) / MICROS_PER_SECOND
+            seconds = (decision.now - (old.asked_at or 0)) / MICROS_PER_SECOND
             who = life_cycle.capitalised(old.label)
-            course.say(f"{who} has waited {seconds:.0f} s for {_amount(old.resource)}; it asks for {_amount(less)}.")
-            _exchange_at_once(course, old, less)
+            decision.say(f"{who} has waited {seconds:.0f} s for {_amount(old.resource)}; it asks for {_amount(less)}.")
+            _exchange_at_once(decision, old, less)
             return
 
 
-def move_group(course: Course, node_id: PlatformId) -> None:
+def move_group(decision: Decision, node_id: int) -> None:
     """A relaunched node finds no room in its group: the whole group moves to where there is some, once."""
-    fleet = life_cycle.fleet_of(course)
-    stuck = [wait.node for wait in early_stop.groups_to_move(fleet) if wait.at <= course.now]
+    fleet = decision.state.fleet
+    if fleet is None:
+        return
+    stuck = [wait.node for wait in early_stop.groups_to_move(fleet) if wait.at <= decision.now]
     group = next((node.group for node in stuck if node.id == node_id), None)
     if group is None:
         return
     fleet.relaunched_groups[group] = None
     members = [node for node in fleet.live_nodes(NodeType.WORKER) if node.group == group and not node.is_finished]
     new_group, fleet.next_group = fleet.next_group, fleet.next_group + 1
-    course.say(f"Group {group} has no room for a replacement: its {len(members)} nodes move to group {new_group}.")
+    decision.say(f"Group {group} has no room for a replacement: its {len(members)} nodes move to group {new_group}.")
     for node in sorted(members, key=lambda node: node.rank):
-        new = _exchange_at_once(course, node, node.resource)
+        new = _exchange_at_once(decision, node, node.resource)
         new.group = new_group
 
 
-def stop_waiting_for_server(course: Course, node_id: PlatformId) -> None:
-    fleet = life_cycle.fleet_of(course)
+def stop_waiting_for_server(decision: Decision, node_id: int) -> None:
+    fleet = decision.state.fleet
+    if fleet is None:
+        return
     for wait in early_stop.unseen_servers(fleet):
-        if wait.node.id == node_id and wait.at <= course.now:
+        if wait.node.id == node_id and wait.at <= decision.now:
             wait.node.is_wait_over = True
-            course.say(f"{life_cycle.capitalised(wait.node.label)} did not come in time; the workers go on without it.")
+            decision.say(
+                f"{life_cycle.capitalised(wait.node.label)} did not come in time; the workers go on without it."
+            )
 
 
-def relaunch_node(course: Course, node: FleetNode, why: str, cordoned: str) -> None:
+def relaunch_node(decision: Decision, node: FleetNode, why: str, cordoned: str) -> None:
     """A new node for its rank, now. `cordoned`: the machine that shall get none any more; empty: whichever."""
     if cordoned:
-        life_cycle.fleet_of(course).avoid(cordoned)
-    _exchange_at_once(course, node, node.resource, why, cordoned)
+        life_cycle.fleet_of(decision).avoid(cordoned)
+    _exchange_at_once(decision, node, node.resource, why, cordoned)
 
 
 def _exchange_at_once(
-    course: Course, old: FleetNode, resource: Resource, why: str = "another node takes its place", cordoned: str = ""
+    decision: Decision,
+    old: FleetNode,
+    resource: Resource,
+    why: str = "another node takes its place",
+    cordoned: str = "",
 ) -> FleetNode:
-    fleet = life_cycle.fleet_of(course)
+    fleet = life_cycle.fleet_of(decision)
     was_in_use = old.id in fleet.servers.current
     was_running = old.phase is NodePhase.RUNNING
-    life_cycle.let_go(course, old, why, cordoned)
+    life_cycle.let_go(decision, old, why, cordoned)
     heir = fleet.holder(old.node_type, old.rank)
     if heir is not None:
         return heir  # it was being exchanged anyway
@@ -263,8 +265,8 @@ def _exchange_at_once(
     return new
 
 
-def _is_dismissed(course: Course, node: FleetNode) -> bool:
-    agent = None if node.agent is None else course.state.nodes.live.get(node.agent)
+def _is_dismissed(decision: Decision, node: FleetNode) -> bool:
+    agent = None if node.agent is None else decision.state.nodes.live.get(node.agent)
     return agent is not None and agent.dismissed is not None
 
 

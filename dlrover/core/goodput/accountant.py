@@ -18,46 +18,15 @@ cannot be told from new ones: they are booked as new, and the job and the fault 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.goodput import SPLIT, AccountGoodput, NodeAccount, TimeClass
-from dlrover.protocol.messages.job import (
-    Check,
-    Command,
-    Done,
-    End,
-    FirstFailure,
-    Idle,
-    Join,
-    JoinCheck,
-    Leave,
-    Micros,
-    NodeId,
-    NodeRank,
-    Reply,
-    Round,
-    Run,
-    Wait,
-)
+from dlrover.protocol.messages.goodput import SPLIT, NodeAccount, TimeClass
+from dlrover.protocol.messages.job import FirstFailure, Micros, NodeId, NodeRank, Round
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from dlrover.core.decision import Course
-    from dlrover.core.membership.nodes import Node
-    from dlrover.core.state import JobState
-
-STOPPED = "stopped"
-"""Kind of a fault that is somebody's wish: a node was told to stop."""
 MAX_FAULTS = 64
 """So many are told apart, the newest ones; older ones are only counted."""
 MAX_CAUSE = 300
-_MOST_MILLIS = 2**45
-"""A thousand years: beyond it is rubbish."""
 _MICROS = 1000
 
 LOST = (
@@ -333,57 +302,6 @@ def is_beginning(place: NodeBooks) -> bool:
     return TimeClass.COMPUTE not in place.micros
 
 
-def class_of(state: JobState, node: Node) -> TimeClass | None:
-    """What a live node does, by its newest wish; None: its workers run."""
-    rdzv = state.rendezvous
-    match node.desired.wish:
-        case Run():
-            return None
-        case Join():
-            is_stopping = rdzv.world is not None and rdzv.is_member(node.id)
-            # Who has not joined yet is not ready: its zygote imports.
-            return TimeClass.STOPPING if is_stopping else TimeClass.START_UP
-        case Wait():
-            return TimeClass.IDLE if rdzv.is_active else TimeClass.RENDEZVOUS
-        case JoinCheck() | Check():
-            return TimeClass.NODE_CHECK
-        case Idle():
-            return TimeClass.IDLE
-        case End():
-            return TimeClass.IDLE if node.finished_round else TimeClass.STOPPING
-        case Leave():
-            return TimeClass.STOPPING
-
-
-def follow(state: JobState, nodes: Iterable[NodeId], now: Micros) -> None:
-    """Book what these nodes did until now, if they do something else from now on."""
-    goodput = state.goodput
-    for id_ in nodes:
-        node = state.nodes.live.get(id_)
-        if node is None:
-            continue
-        doing = class_of(state, node)
-        place = goodput.places.get(node.rank)
-        round_ = node.desired.wish.world.round if isinstance(node.desired.wish, Run) else Round(0)
-        is_same = place is not None and place.opened_at is not None and (place.node, place.doing) == (id_, doing)
-        if place is None or not is_same or (doing is None and place.round != round_):
-            goodput.enter(node.rank, id_, doing, now, round_)
-
-
-def _account(command: AccountGoodput, course: Course) -> Reply:
-    nodes = course.state.nodes
-    for account in command.accounts:
-        if any(not 0 <= millis <= _MOST_MILLIS for millis in account.millis):
-            raise Rejected(f"The account of node {account.node} has times that cannot be.", code="malformed")
-
-    for account in command.accounts:
-        node = nodes.live.get(account.node)
-        if node is not None and node.incarnation == account.incarnation:
-            node.reached(account.model_step if account.step is None else account.step)
-            course.state.goodput.account(account, node.rank, course.now)
-    return Done()
-
-
 def _padded(millis: Sequence[int]) -> tuple[int, ...]:
     """An older or a newer sender may know fewer or more classes."""
     return (*millis[: len(SPLIT)], *(0,) * (len(SPLIT) - len(millis)))
@@ -402,6 +320,3 @@ def _shares(amount: int, place: NodeBooks) -> list[tuple[TimeClass, int]]:
     rest = amount - sum(part for _, part in shares)
     shares[-1] = (shares[-1][0], shares[-1][1] + rest)
     return [(class_, part) for class_, part in shares if part]
-
-
-HANDLERS: dict[type[Command], Callable[[Any, Course], Reply]] = {AccountGoodput: _account}

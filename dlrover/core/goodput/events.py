@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrover.core.failures import blame
+from dlrover.agreed.worker_failure import is_secondary
 from dlrover.core.outcome import Outcome
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.checkpoint import CheckpointCommitted, CheckpointFailed, RequestSave
@@ -148,7 +148,7 @@ def _of_failures(command: ReportFailure, state: JobState, now: Micros) -> Iterat
             labels["exit_code"] = str(failure.exit_code)
         text = f"Global rank {failure.global_rank} on {_label(state, command.node)} failed ({failure.kind.value}): "
         text += failure.message or "it left no message"
-        level = WARN if blame.is_secondary(failure) else ERROR
+        level = WARN if is_secondary(failure) else ERROR
         yield event(now, level, "worker-failed", text, node=command.node, rank=failure.global_rank, labels=labels)
     if (num_more := len(command.failures) - MAX_FAILURES) > 0:
         yield event(now, ERROR, "worker-failed", f"{num_more} more workers of the same node failed.", node=command.node)

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.goodput import SPLIT, AccountGoodput, NodeAccount, TimeClass
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND
 from dlrover.protocol.messages.job import Incarnation, Micros, NodeId, Round
 from dlrover.protocol.messages.watch import Phase, ProgressReport, WorkerProgress
 

@@ -4,10 +4,9 @@ What the goodput accountant answers: seconds by class, by place and by fault, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from dlrover.core.goodput.accountant import LOST, STOPPED, BookedFault, Goodput, is_beginning
-from dlrover.core.outcome import MICROS_PER_SECOND
+from dlrover.core.goodput.accountant import LOST, BookedFault, Goodput, is_beginning
+from dlrover.core.happenings import STOPPED
+from dlrover.core.state import JobState
 from dlrover.protocol.messages.goodput import (
     Counterfactual,
     FaultCost,
@@ -16,10 +15,8 @@ from dlrover.protocol.messages.goodput import (
     NodeGoodput,
     TimeClass,
 )
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND
 from dlrover.protocol.messages.job import ExitReason, Micros, Round
-
-if TYPE_CHECKING:
-    from dlrover.core.state import JobState
 
 STANDBY_RECOVERY = 3.0
 """Seconds in which a job with a warm standby goes on after the loss of a node: what we promise, not the best we measured."""

@@ -17,8 +17,9 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from dlrover.core.outcome import micros
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import Detection, Heartbeat, Incarnation, Micros, NodeId, NodeSilent
 
 _NEVER = Micros(2**62)
@@ -38,7 +39,7 @@ class LastHeard(Struct):
     """What others keep of it."""
 
 
-class Observations:
+class Liveness:
     """Volatile. A new master starts with an empty one, so nobody is suspected before a full window."""
 
     def __init__(self, started_at: Micros, detection: Detection | None = None) -> None:
@@ -73,7 +74,7 @@ class Observations:
         if seen is None or seen.incarnation != heartbeat.incarnation:
             raise Rejected(
                 f"A heartbeat of node {heartbeat.node} in incarnation {heartbeat.incarnation}, which is not attached.",
-                code="stale-incarnation",
+                code=ErrorCode.STALE_INCARNATION,
             )
         is_nearer_possible = now < seen.last_seen_at or self._lateness != seen.lateness_then
         seen.last_seen_at = now

@@ -2,7 +2,7 @@
 The nodes of a job: who is there, in which life, and on which rank.
 
 A node id is one launch, a node rank is a slot that outlives it, and an incarnation counts the lives of an agent on that
-slot. Everything that arrives names all it needs to be told apart from a message of a former life; `current` is the one
+slot. A world is some of them in order. Everything that arrives names all it needs to be told apart from a message of a former life; `current` is the one
 door that checks it. A live node holds its rank; a node that went or left keeps it only until somebody else takes it.
 """
 
@@ -12,8 +12,9 @@ import enum
 
 from msgspec import Struct
 
-from dlrover.core.outcome import micros
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import (
     Attach,
     Desired,
@@ -24,6 +25,7 @@ from dlrover.protocol.messages.job import (
     NodeId,
     NodeRank,
     Round,
+    StopCause,
     Wait,
 )
 
@@ -46,6 +48,37 @@ def after_outage(deadline: Micros, last_command_at: Micros, now: Micros) -> Micr
     """
     left = min(deadline - last_command_at, micros(REATTACH_WINDOW))
     return Micros(max(deadline, now + left))
+
+
+class Member(Struct, frozen=True):
+    """A node in a world; its position in the tuple is its group rank."""
+
+    node: NodeId
+    node_rank: NodeRank
+    local_world_size: int
+    first_global_rank: int
+    offer: str
+
+
+class World(Struct, frozen=True):
+    """What a completed round led to."""
+
+    round: Round
+    members: tuple[Member, ...]
+    world_size: int
+    limits_version: int = 0
+    """Of the limits that it obeys: a job may be scaled while it runs."""
+
+    @property
+    def coordinator(self) -> str:
+        return self.members[0].offer
+
+
+class Opening(Struct, frozen=True):
+    """Why the next round is open."""
+
+    cause: StopCause
+    reason: str
 
 
 class NodeLife(enum.StrEnum):
@@ -132,13 +165,13 @@ class Nodes(Struct):
         if found is None:
             raise Rejected(
                 f"Node {node} is not part of the job any more: it was given up, replaced, or has left. Attach again.",
-                code="stale-incarnation",
+                code=ErrorCode.STALE_INCARNATION,
             )
         if found.incarnation != incarnation:
             raise Rejected(
                 f"The message is of incarnation {incarnation} of {found.label}, which is in incarnation "
                 f"{found.incarnation} now.",
-                code="stale-incarnation",
+                code=ErrorCode.STALE_INCARNATION,
             )
         return found
 

@@ -24,11 +24,11 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.core.membership.claims import TakeUp
-from dlrover.core.membership.nodes import REATTACH_WINDOW, after_outage
+from dlrover.core.membership.nodes import REATTACH_WINDOW, Member, Opening, World, after_outage
 from dlrover.core.membership.standby import Bystanders
 from dlrover.core.membership.topology import Placed, arrange
-from dlrover.core.outcome import MICROS_PER_SECOND, micros
-from dlrover.protocol.messages.job import Limits, Micros, NodeId, NodeRank, Round, StopCause, WorldSpec
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, micros
+from dlrover.protocol.messages.job import Limits, Micros, NodeId, NodeRank, Round, WorldSpec
 
 NUM_USED_OFFERS = 64
 """So many former coordinators are remembered: long enough for sockets of old rounds to be gone."""
@@ -45,37 +45,6 @@ class Joined(Struct, frozen=True):
     offer: str
     place: tuple[str, ...] = ()
     group: int = -1
-
-
-class Member(Struct, frozen=True):
-    """A node in a world; its position in the tuple is its group rank."""
-
-    node: NodeId
-    node_rank: NodeRank
-    local_world_size: int
-    first_global_rank: int
-    offer: str
-
-
-class World(Struct, frozen=True):
-    """What a completed round led to."""
-
-    round: Round
-    members: tuple[Member, ...]
-    world_size: int
-    limits_version: int = 0
-    """Of the limits that it obeys: a job may be scaled while it runs."""
-
-    @property
-    def coordinator(self) -> str:
-        return self.members[0].offer
-
-
-class Opening(Struct, frozen=True):
-    """Why the next round is open."""
-
-    cause: StopCause
-    reason: str
 
 
 class RoundBlock(Struct, frozen=True):
@@ -408,10 +377,10 @@ class Rendezvous(Struct):
         self.take_up = TakeUp(is_over=True)
         self.bystanders.left_out = {}
 
-    def note_shortage(self, limits: Limits, now: Micros) -> None:
+    def note_shortage(self, limits: Limits, now: Micros, *, is_excused: bool) -> None:
         """Keep the clock of the join timeout: it runs while the open round is below the minimum."""
-        is_enough = num_usable(len(self.waiting), limits) >= limits.min_nodes
-        if self.take_up.claims or is_enough or self.num_pending_launches:
+        is_enough = limits.num_usable(len(self.waiting)) >= limits.min_nodes
+        if self.take_up.claims or is_enough or self.num_pending_launches or is_excused:
             self.below_min_since = None
         elif self.below_min_since is None:
             self.below_min_since = now
@@ -428,7 +397,7 @@ class Rendezvous(Struct):
         world itself was lost with a journal, nobody knows who belongs to it: then everybody has that window.
         """
         num_left = len(self.waiting) + self.num_coming + self.num_unattached
-        if self.opening is None or not self.finished or num_usable(num_left, limits) >= limits.min_nodes:
+        if self.opening is None or not self.finished or limits.num_usable(num_left) >= limits.min_nodes:
             return None
         if self.take_up.claims:
             return None  # a world is about to be known again
@@ -436,13 +405,17 @@ class Rendezvous(Struct):
             return Micros(self.call_began_at + micros(REATTACH_WINDOW))
         return max(self.call_began_at, self.may_return_until)
 
+    def are_too_few_left(self, limits: Limits, now: Micros) -> bool:
+        at = self.too_few_at(limits)
+        return at is not None and at <= now
+
     def call_ends_at(self, limits: Limits) -> Micros | None:
         """Until when a round that could start holds the door open; None: there is nobody worth waiting for."""
         num_waiting, num_coming = len(self.waiting), self.num_coming
-        usable = num_usable(num_waiting, limits)
+        usable = limits.num_usable(num_waiting)
         if self.opening is None or usable < limits.min_nodes or self.is_held:
             return None
-        if num_usable(num_waiting + num_coming, limits) > usable or self._is_member_displaced(usable):
+        if limits.num_usable(num_waiting + num_coming) > usable or self._is_member_displaced(usable):
             return Micros(self.call_began_at + micros(limits.last_call))
         if self.world is None and num_waiting + num_coming < limits.max_nodes:
             return Micros(self.call_began_at + micros(limits.first_call))
@@ -471,7 +444,7 @@ class Rendezvous(Struct):
         size = len(self.world.members)
         ranks = [joined.node_rank for joined in self.waiting.values()]
         welcome = [rank for rank in ranks if self.bystanders.welcome_at(rank) <= now]
-        possible = num_usable(size + len(ranks), limits)
+        possible = limits.num_usable(size + len(ranks))
         return f"{_named(welcome)} can join: the world grows from {size} to up to {possible} nodes"
 
     def missing_ranks(self, limits: Limits) -> list[NodeRank]:
@@ -510,17 +483,11 @@ class Rendezvous(Struct):
             self.take_up.drop(node)
 
 
-def num_usable(num_nodes: int, limits: Limits) -> int:
-    """How many of so many nodes a world can have."""
-    capped = min(num_nodes, limits.max_nodes)
-    return capped - capped % limits.node_unit
-
-
 def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros, *, limits_version: int = 0) -> tuple[World | None, str]:
     """Decide whether the open round completes, and say why or why not."""
     num_waiting = len(rdzv.waiting)
     label = f"Round {rdzv.next_round}"
-    usable = num_usable(num_waiting, limits)
+    usable = limits.num_usable(num_waiting)
     if usable < limits.min_nodes:
         unit = f", in multiples of {limits.node_unit}" if limits.node_unit > 1 else ""
         return None, f"{label}: {num_waiting} of at least {limits.min_nodes} nodes wait{unit}."
@@ -557,7 +524,7 @@ def explain_timeout(rdzv: Rendezvous, limits: Limits) -> str:
     named = f"{_named(missing[:_NUM_NAMED])} and others" if len(missing) > _NUM_NAMED else _named(missing)
     lack = f"; {named} {verb} missing" if missing else ""
     log = "its log" if len(missing) == 1 else "their logs"
-    fewer = num_usable(num_waiting, limits)
+    fewer = limits.num_usable(num_waiting)
     remedy = f"or allow fewer with --nnodes {fewer}:{limits.max_nodes}" if fewer else "and whether they reach us"
     return (
         f"Round {rdzv.next_round}: {num_waiting} of at least {limits.min_nodes} nodes joined within "

@@ -1,117 +1,199 @@
 """
-Rounds that open and complete: when the world grows, when it is formed, and when too few are left for one.
+Rounds that open and complete: when the world grows or shrinks, when it is formed, and when too few are left for one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from dlrover.core.check import commands as check_commands
-from dlrover.core.data import books as data_books
-from dlrover.core.exchange.kv_store import NUM_ROUNDS_KEPT
-from dlrover.core.failures import blame, incidents
-from dlrover.core.fleet import agents as fleet_agents
-from dlrover.core.fleet import targets
+from dlrover.core.decision import Decision
+from dlrover.core.desired import is_running
+from dlrover.core.happenings import (
+    RoundOpened,
+    WorkersFailed,
+)
+from dlrover.core.membership import adoption
+from dlrover.core.membership.nodes import Node, Opening, World
 from dlrover.core.membership.rendezvous import choose_world, explain_timeout
-from dlrover.core.membership.waiting import are_too_few_left
-from dlrover.protocol.messages.job import ExitReason, JobTerms, Limits, Round, StopCause
-
-if TYPE_CHECKING:
-    from dlrover.core.decision import Course
+from dlrover.core.membership.waiting import pending
+from dlrover.protocol.messages.job import (
+    ExitReason,
+    FirstFailure,
+    JobTerms,
+    Leave,
+    Limits,
+    NodeRank,
+    Round,
+    StopCause,
+)
+from dlrover.protocol.messages.precheck import PreCheckStage
 
 EXIT_RENDEZVOUS_TIMEOUT = 22
 
 
-def meet(course: Course, terms: JobTerms) -> None:
-    """Open the next round if the world should grow, and complete it if its time has come."""
-    state, rdzv, limits = course.state, course.state.rendezvous, terms.limits
+def expect(decision: Decision, node: Node) -> None:
+    """The node shall join the next round; before it may have to do something else."""
+    decision.state.rendezvous.expect(node.id, node.rank)
+    decision.announce(decision.on.node_expected, node)
+
+
+def open_round(
+    decision: Decision,
+    cause: StopCause,
+    reason: str,
+    *,
+    fault: str = "membership",
+    node_rank: NodeRank | None = None,
+    first: FirstFailure | None = None,
+) -> None:
+    state, rdzv = decision.state, decision.state.rendezvous
+    members = [
+        member.node
+        for member in (rdzv.world.members if rdzv.world is not None else ())
+        if member.node in state.nodes.live and member.node not in rdzv.finished
+    ]
+    rdzv.open(Opening(cause, reason), members, decision.now)
+    decision.touched.update(dict.fromkeys(members))
+    decision.announce(decision.on.round_opened, RoundOpened(reason, members, fault, node_rank, first))
+
+
+def on_workers_failed(decision: Decision, failed: WorkersFailed) -> None:
+    state = decision.state
+    if failed.reason:
+        assert state.terms is not None, "workers ran before any node attached"
+        open_round(decision, StopCause.FAILURE, failed.reason, fault=failed.fault, first=failed.first)
+        failed.is_hopeless = state.rendezvous.are_too_few_left(state.terms.limits, decision.now)
+
+
+def restart_workers(decision: Decision, reason: str) -> None:
+    """The members of the world stop their workers and meet again. Nobody failed, so nobody's budget pays."""
+    decision.say(f"{reason[0].upper()}{reason[1:]}.")
+    open_round(decision, StopCause.MEMBERSHIP, reason)
+
+
+def make_room(decision: Decision, terms: JobTerms, why: str) -> None:
+    """A world that is too large meets again, and who is too many goes.
+
+    Not in the last minutes of a job, when nobody restarts any more. Nor yet while rounds are held: the members would
+    stop for a round that cannot complete, and who holds it might be among those that go.
+    """
+    state, rdzv = decision.state, decision.state.rendezvous
+    is_too_large = rdzv.is_too_large(terms.limits)
+    if rdzv.finished or (is_too_large and rdzv.is_held):
+        return
+    if is_too_large:
+        open_round(decision, StopCause.MEMBERSHIP, why)
+    there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
+    there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
+    for node in there[terms.limits.max_nodes + terms.standby :]:
+        if not is_running(state, node) and node.id not in rdzv.take_up.claims:
+            decision.announce(decision.on.node_dismissed, node, Leave("the job was scaled down", 0))
+
+
+def on_job_starts_over(decision: Decision, why: str) -> None:
+    state, rdzv = decision.state, decision.state.rendezvous
+    rdzv.start_over()
+    for node in state.nodes.former.values():
+        node.finished_round = Round(0)  # should it come back, its work is to be done again
+    for node in state.nodes.live.values():
+        node.finished_round = Round(0)
+        if node.dismissed is None:
+            expect(decision, node)
+        decision.touch(node.id)
+    if state.nodes.live:
+        open_round(decision, StopCause.MEMBERSHIP, why)
+
+
+def advance(decision: Decision) -> bool:
+    """Whatever time and others have made possible: holds end, a world goes on, grows or begins. Whether all rooms have to look again."""
+    state, rdzv, terms = decision.state, decision.state.rendezvous, decision.state.terms
+    if state.end is not None or terms is None or state.cluster is not None:
+        return False
+    if rdzv.blocks or rdzv.order_awaited_until is not None or rdzv.pre_check_until is not None:
+        for block in rdzv.lift_expired(decision.now):
+            decision.say(f"The lease of {block.owner} is over: the rendezvous is blocked no longer ({block.reason}).")
+    if rdzv.pre_check_until is None and state.pre_check.stage is PreCheckStage.CHECKING:
+        decision.announce(decision.on.pre_check_over)
+    if rdzv.take_up.claims and adoption.settle_claims(decision):
+        return True
+    if _meet(decision, terms):
+        return True
+    if rdzv.is_active and terms.limits.pend_timeout is not None:
+        rdzv.bystanders.note_pending(pending(state), decision.now)
+    return False
+
+
+def _meet(decision: Decision, terms: JobTerms) -> bool:
+    """Open the next round if the world should grow, and complete it if its time has come. Whether that ended the job."""
+    state, rdzv, limits = decision.state, decision.state.rendezvous, terms.limits
     if rdzv.is_too_large(limits) and not rdzv.finished and not rdzv.is_held:
-        course.make_room(terms, f"the job was scaled to {span_of(limits)} nodes")
-        targets.retarget(course, limits.max_nodes)
+        make_room(decision, terms, f"the job was scaled to {span_of(limits)} nodes")
+        decision.announce(decision.on.job_scaled, limits.max_nodes)
     if rdzv.opening is None:
-        reason = rdzv.reason_to_grow(limits, course.now)
+        reason = rdzv.reason_to_grow(limits, decision.now)
         if reason is None:
-            return
-        course.say(f"{reason[0].upper()}{reason[1:]}.")
-        course.open_round(StopCause.MEMBERSHIP, reason)
-    if are_too_few_left(course.state, course.now):
-        _end_unfinished(course, limits)
-        course.advance()
-        return
-    rdzv.note_shortage(limits, course.now)
+            return False
+        decision.say(f"{reason[0].upper()}{reason[1:]}.")
+        open_round(decision, StopCause.MEMBERSHIP, reason)
+    if rdzv.are_too_few_left(limits, decision.now):
+        _end_unfinished(decision, limits)
+        return True
+    # A check has deadlines of its own, and who suspends a job does not hurry it.
     is_suspended = state.fleet is not None and state.fleet.is_suspended
-    if state.check.is_under_way or is_suspended:
-        rdzv.below_min_since = None  # a check has deadlines of its own, and who suspends a job does not hurry it
+    is_excused = state.check.cycle is not None or bool(state.check.perf) or is_suspended
+    rdzv.note_shortage(limits, decision.now, is_excused=is_excused)
     gives_up_at = rdzv.gives_up_at(limits)
-    if gives_up_at is not None and gives_up_at <= course.now:
-        is_anybody_there = bool(state.nodes.live)
-        reason_ = ExitReason.RENDEZVOUS_TIMEOUT if is_anybody_there else ExitReason.NOT_ENOUGH_NODES
-        sentence = check_commands.explain_timeout(state, limits) or explain_timeout(rdzv, limits)
-        course.end_job(reason_, sentence, exit_code=EXIT_RENDEZVOUS_TIMEOUT)
-        course.advance()
-        return
-    _try_world(course, terms)
-
-
-def _try_world(course: Course, terms: JobTerms) -> None:
-    """Complete the open round if its time has come, and charge what led to it."""
-    state, rdzv, restarts = course.state, course.state.rendezvous, course.state.restarts
-    world, sentence = choose_world(rdzv, terms.limits, course.now, limits_version=state.limits_version)
-    if world is None:
-        if rdzv.waiting and sentence != rdzv.verdict:  # that nobody waits yet is no news
-            course.say(sentence)
-        rdzv.verdict = sentence
-        return
-    incident = restarts.open_incident(rdzv.round)
-    if incident is not None and blame.is_secondary(incident.first.failure):
-        # No better failure was reported. If a member is missing, that is the cause and nobody's budget pays. A node
-        # without power is missed by its peers long before its silence is believed: it just did not come back.
-        incident.is_member_lost = any(
-            node in rdzv.lost or node in rdzv.expected or not state.nodes.is_connected(node)
-            for node in rdzv.group_ranks
-        )
-        if not incidents.judge(course, incident):
-            course.advance()
-            return
-    restarts.settle(terms.restarts)
-    former = rdzv.group_ranks
-    rdzv.complete(world, course.now)
-    fleet_agents.world_formed(course, (member.node for member in world.members))
-    steps = [node.step for node in state.nodes.live.values()]
-    state.goodput.round_began(course.now, steps, is_full=len(world.members) >= terms.limits.max_nodes)
-    state.kv.drop_before(Round(rdzv.round - NUM_ROUNDS_KEPT + 1))
-    state.sync.drop_before(rdzv.round)
-    data_books.round_began(course, rdzv.round)
+    if gives_up_at is not None and gives_up_at <= decision.now:
+        reason_ = ExitReason.RENDEZVOUS_TIMEOUT if state.nodes.live else ExitReason.NOT_ENOUGH_NODES
+        sentence = state.check.explain_timeout(rdzv.next_round, len(rdzv.waiting), limits)
+        decision.end_job(reason_, sentence or explain_timeout(rdzv, limits), exit_code=EXIT_RENDEZVOUS_TIMEOUT)
+        return True
+    world, sentence = choose_world(rdzv, limits, decision.now, limits_version=state.limits_version)
+    if world is not None:
+        return not _begin(decision, world, sentence)
+    if rdzv.waiting and sentence != rdzv.verdict:  # that nobody waits yet is no news
+        decision.say(sentence)
     rdzv.verdict = sentence
-    course.say(sentence)
-    course.enter_running()
+    return False
+
+
+def _begin(decision: Decision, world: World, sentence: str) -> bool:
+    """Complete the open round. Whether it began: what led to it may end the job instead."""
+    state, rdzv, former = decision.state, decision.state.rendezvous, decision.state.rendezvous.group_ranks
+    decision.announce(decision.on.round_chosen)
+    if state.end is not None:
+        return False
+    rdzv.complete(world, decision.now)
+    decision.announce(decision.on.round_completed)
+    rdzv.verdict = sentence
+    decision.say(sentence)
+    state.enter_running()
     for member in world.members:
         if member.node not in former:
-            state.nodes.live[member.node].entered_at = course.now
-        course.touch(member.node)
-    for node in rdzv.expected:
-        course.touch(node)  # they missed it and are asked for the next
+            state.nodes.live[member.node].entered_at = decision.now
+        decision.touch(member.node)
+    decision.touched.update(dict.fromkeys(rdzv.expected))  # they missed it and are asked for the next
+    return True
 
 
-def _end_unfinished(course: Course, limits: Limits) -> None:
+def _end_unfinished(decision: Decision, limits: Limits) -> None:
     """Some nodes finished, another failed or was lost, and too few are left for a world."""
-    rdzv = course.state.rendezvous
-    incident = course.state.restarts.open_incident(rdzv.round)
+    rdzv = decision.state.rendezvous
+    incident = decision.state.restarts.open_incident(rdzv.round)
     num_left = len(rdzv.waiting) + rdzv.num_coming
     num_finished = len(rdzv.finished)
     assert rdzv.opening is not None, "nothing failed"
     if rdzv.world is None and not num_left and num_finished >= limits.min_nodes:
-        course.end_job(ExitReason.COMPLETED, "The workers of all nodes that came to this master had ended well.")
+        sentence = "The workers of all nodes that came to this master had ended well."
+        decision.end_job(ExitReason.COMPLETED, sentence)
         return
     sentence = (
         f"{num_finished} node{'' if num_finished == 1 else 's'} had finished already, and the {num_left} left "
         f"cannot form a world of at least {limits.min_nodes}."
     )
     if incident is not None:
-        course.end_job(ExitReason.WORKER_ERROR, sentence, first=incident.first)
+        decision.end_job(ExitReason.WORKER_ERROR, sentence, first=incident.first)
     else:
         why = rdzv.opening.reason
-        course.end_job(ExitReason.NOT_ENOUGH_NODES, f"{why[0].upper()}{why[1:]}. {sentence}")
+        decision.end_job(ExitReason.NOT_ENOUGH_NODES, f"{why[0].upper()}{why[1:]}. {sentence}")
 
 
 def span_of(limits: Limits) -> str:

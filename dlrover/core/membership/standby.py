@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from dlrover.core.outcome import micros
+from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import Micros, NodeId, NodeRank
 
 SHORT_VISIT = 60.0

@@ -5,14 +5,11 @@ What the state says of those who are not in the world: who waits warm, who is to
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from dlrover.core.membership.rendezvous import num_usable
-from dlrover.core.outcome import micros
-from dlrover.protocol.messages.job import FailureKind, Micros, NodeId
-
-if TYPE_CHECKING:
-    from dlrover.core.state import JobState
+from dlrover.core.outcome import Deadline
+from dlrover.core.state import JobState
+from dlrover.protocol.messages.identity import micros
+from dlrover.protocol.messages.job import DeadlineKind, FailureKind, Micros, NodeId
 
 
 def gone_times(state: JobState, nodes: Iterable[NodeId]) -> dict[NodeId, Micros]:
@@ -29,6 +26,33 @@ def gone_times(state: JobState, nodes: Iterable[NodeId]) -> dict[NodeId, Micros]
         )
         for node in broken
     }
+
+
+def deadlines_of(state: JobState, nodes: Iterable[NodeId]) -> list[Deadline]:
+    """Of nodes without a stream, and of all that shall leave."""
+    gone = [Deadline(at, DeadlineKind.NODE_GONE, node) for node, at in gone_times(state, nodes).items()]
+    if state.drains_at is not None:
+        gone.append(Deadline(state.drains_at, DeadlineKind.DRAIN, state.master_epoch))
+    return gone
+
+
+def deadlines(state: JobState) -> list[Deadline]:
+    """Of the round."""
+    rdzv = state.rendezvous
+    if state.terms is None or state.cluster is not None:
+        return []
+    limits = state.terms.limits
+    times = (
+        (rdzv.call_ends_at(limits), DeadlineKind.LAST_CALL),
+        (rdzv.too_few_at(limits), DeadlineKind.LAST_CALL),
+        (rdzv.gives_up_at(limits), DeadlineKind.JOIN_TIMEOUT),
+        (rdzv.hold_ends_at(), DeadlineKind.BLOCK_LEASE),
+        (rdzv.take_up.until if rdzv.take_up.claims else None, DeadlineKind.TAKE_UP),
+        (rdzv.grows_at(limits), DeadlineKind.GROWTH),
+    )
+    running = [Deadline(at, kind, rdzv.next_round) for at, kind in times if at is not None]
+    pend_times = pend_timeouts(state).items()
+    return running + [Deadline(at, DeadlineKind.PEND_TIMEOUT, node) for node, at in pend_times]
 
 
 def standby(state: JobState) -> list[NodeId]:
@@ -66,10 +90,4 @@ def _is_none_dispensable(state: JobState) -> bool:
     rdzv, terms = state.rendezvous, state.terms
     if state.end is not None or terms is None or not rdzv.finished:
         return False
-    return num_usable(rdzv.num_unfinished - 1, terms.limits) < terms.limits.min_nodes
-
-
-def are_too_few_left(state: JobState, now: Micros) -> bool:
-    """Whether the open round can lead to nothing, because some have finished and the rest is no world."""
-    at = None if state.terms is None else state.rendezvous.too_few_at(state.terms.limits)
-    return at is not None and at <= now
+    return terms.limits.num_usable(rdzv.num_unfinished - 1) < terms.limits.min_nodes

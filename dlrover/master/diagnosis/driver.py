@@ -1,5 +1,5 @@
 """
-The watch's hands: it brings what the desk hears to the watch, and what the watch wants to nodes, to the job, to the log and to a file.
+The driver of the watch: it brings what the loop hears to the watch, and what the watch wants to nodes, to the job, to the log and to a file.
 
 One task, which sleeps until something is heard or a deadline of the watch passes. Nothing in here may harm the job: what nodes tell was validated by the
 decoder, plug-ins of users run in threads with a time limit, and a file that cannot be written costs a line in the log.
@@ -21,8 +21,8 @@ from dlrover.core.diagnosis.picture import FailedWorkers, scene_of
 from dlrover.core.diagnosis.stacks import say_ranks
 from dlrover.core.diagnosis.watch import Act, AskNode, Publish, Tell, Watch
 from dlrover.core.outcome import Outcome
+from dlrover.master.clock import MasterClock
 from dlrover.master.diagnosis.plugins import UserDiagnosticians
-from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.loop import MasterLoop
 from dlrover.protocol.errors import DLRoverError, Unavailable
 from dlrover.protocol.messages.fleet import NodePhase, NodesListed
@@ -58,10 +58,10 @@ _FOLLOWS = {
 """Autopsies that are kept on disk by one master."""
 
 
-class WatchKeeper:
+class WatchDriver:
     def __init__(
         self,
-        desk: MasterLoop,
+        master_loop: MasterLoop,
         clock: MasterClock,
         *,
         job_name: str,
@@ -70,7 +70,7 @@ class WatchKeeper:
         plugins: UserDiagnosticians | None = None,
     ) -> None:
         """`directory`: where autopsies go. `terms`: instead of what the job's nodes say."""
-        self._desk = desk
+        self._master_loop = master_loop
         self._clock = clock
         self._job_name = job_name
         self._directory = directory
@@ -83,16 +83,18 @@ class WatchKeeper:
         self._num_notices = 0
         self._told: dict[asyncio.Future[Reply], HangFound | FaultFound | RelaunchNode] = {}
         self._mute = MuteNodes(clock.now())
-        heard_before = desk.on_observation
+        heard_before = master_loop.listeners.on_observation
 
         def observed(observation: WatchObservation, now: Micros) -> None:
             heard_before(observation, now)
             self._observed(observation, now)
 
-        desk.on_observation = observed
-        desk.on_decided.append(self._decided)
-        desk.answers[AskDiagnosis] = lambda question: replace(self._watch.diagnosis(question.last), now=clock.now())
-        desk.newest_verdict = lambda: self._watch.newest
+        master_loop.listeners.on_observation = observed
+        master_loop.listeners.on_decided.append(self._decided)
+        master_loop.answers[AskDiagnosis] = lambda question: replace(
+            self._watch.diagnosis(question.last), now=clock.now()
+        )
+        master_loop.listeners.newest_verdict = lambda: self._watch.newest
 
     @property
     def watch(self) -> Watch:
@@ -126,7 +128,7 @@ class WatchKeeper:
     def _step(self) -> None:
         now = self._clock.now()
         self._follow_job(now)
-        for mute in self._mute.look(self._desk.job.state, now):
+        for mute in self._mute.look(self._master_loop.job.state, now):
             self._watch.hear_verdict(mute.verdict, now)
             if mute.wish is not None:
                 self._act(mute.wish)
@@ -134,7 +136,7 @@ class WatchKeeper:
         for effect in self._watch.tick(now):
             match effect:
                 case AskNode(node=node, order=order):
-                    if not self._desk.order(node, order):
+                    if not self._master_loop.order(node, order):
                         lost.append(node)
                 case Act(command=command):
                     self._act(command)
@@ -152,13 +154,13 @@ class WatchKeeper:
         if key == self._scene_key:
             return
         self._scene_key = key
-        state = self._desk.job.state
+        state = self._master_loop.job.state
         terms = (JobTerms() if state.terms is None else state.terms).watch if self._terms is None else self._terms
         self._watch.follow(scene_of(state), terms, now)
 
     def _newest_key(self) -> tuple[object, ...]:
         """Two scenes with the same one are the same."""
-        state = self._desk.job.state
+        state = self._master_loop.job.state
         rdzv = state.rendezvous
         is_over = state.end is not None
         return rdzv.round, rdzv.is_active, len(rdzv.finished), is_over, state.master_epoch, state.terms is None
@@ -181,7 +183,7 @@ class WatchKeeper:
         self._wake.set()
 
     def _hear_failure(self, report: ReportFailure, now: Micros) -> None:
-        state = self._desk.job.state
+        state = self._master_loop.job.state
         incident, node = state.restarts.incident, state.nodes.live.get(report.node)
         if node is None or incident is None or incident.round != report.round:
             return
@@ -218,7 +220,7 @@ class WatchKeeper:
     # What goes out.
 
     def _act(self, command: HangFound | FaultFound | RelaunchNode) -> None:
-        answer = self._desk.tell(command)
+        answer = self._master_loop.tell(command)
         self._told[answer] = command
         answer.add_done_callback(self._acted)
 
@@ -266,12 +268,14 @@ class WatchKeeper:
             return  # told before; and each node says itself which worker failed
         places = self._watch.picture.scene.places
         nodes = {place.node: None for place in places[:1]}
-        if self._desk.job.state.fleet is None:  # else all nodes of the platform are read at one place
+        if self._master_loop.job.state.fleet is None:  # else all nodes of the platform are read at one place
             nodes |= {culprit.node: None for culprit in past.verdict.culprits[:MAX_CONSOLES]}
         order = ShowNotice(text=in_a_line(past))
         for node in nodes:
             self._num_notices += 1
-            self._desk.order(node, WatchOrder(id=NOTICES + self._num_notices, expires_in=NOTICE_EXPIRES, order=order))
+            self._master_loop.order(
+                node, WatchOrder(id=NOTICES + self._num_notices, expires_in=NOTICE_EXPIRES, order=order)
+            )
 
 
 def in_a_line(past: PastVerdict) -> str:

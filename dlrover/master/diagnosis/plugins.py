@@ -9,10 +9,8 @@ runs, it is not called again, and after a few such calls never. What it conclude
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -21,6 +19,7 @@ from msgspec import Struct
 from dlrover.core.diagnosis.picture import FailedWorkers, Picture, Scene
 from dlrover.core.diagnosis.samples import Sample
 from dlrover.core.failures.hangs import MAX_CULPRITS, MAX_EVIDENCE
+from dlrover.host.extensions import NoAnswer, TimedCalls, build_installed
 from dlrover.master.diagnosis.old_diagnosticians import OldDiagnostician, Translated
 from dlrover.protocol.messages.watch import MAX_TEXT, ResourceReport, Verdict, WorkerProgress
 
@@ -60,29 +59,16 @@ class UserDiagnosticians:
 
     def __init__(self, plugins: Mapping[str, Any] | None = None, *, time_limit: float = TIME_LIMIT) -> None:
         self._plugins = dict(plugins or {})
-        self._time_limit = time_limit
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
-        self._num_timeouts = dict.fromkeys(self._plugins, 0)
+        self._calls = {
+            name: TimedCalls("diagnosis", time_limit=time_limit, max_timeouts=MAX_TIMEOUTS) for name in self._plugins
+        }
 
     @classmethod
     def load(cls) -> UserDiagnosticians:
         """One that cannot be loaded costs a warning, and no other."""
-        plugins: dict[str, Any] = {}
-        for point in metadata.entry_points(group=ENTRY_POINTS):
-            try:
-                plugin = point.load()()
-                if isinstance(plugin, OldDiagnostician):
-                    plugin = Translated(point.name, plugin)
-                if not callable(getattr(plugin, "diagnose", None)):
-                    raise TypeError("it has no method `diagnose`")
-            except (
-                Exception,
-                SystemExit,
-            ) as error:  # importing and building run the user's code, which may raise anything
-                log.warning("diagnostician %s is left out: %s: %s", point.name, type(error).__name__, error)
-                continue
-            plugins[point.name] = plugin
-        return cls(plugins)
+        return cls(
+            dict(build_installed(ENTRY_POINTS, what="diagnostician", method="diagnose", log=log, adapt=_translate))
+        )
 
     def __bool__(self) -> bool:
         return bool(self._plugins)
@@ -109,35 +95,31 @@ class UserDiagnosticians:
         )
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for calls in self._calls.values():
+            calls.close()
 
     async def _repeat(
         self, name: str, plugin: Any, picture: Callable[[], Picture], hear: Callable[[object], None]
     ) -> None:
         interval = _interval(plugin)
-        while self._num_timeouts[name] < MAX_TIMEOUTS:
-            await asyncio.sleep(interval)  # nothing tells when a user's own check is due
+        while not self._calls[name].is_disabled:
+            await asyncio.sleep(interval)  # no event tells when a user's own check is due
             for verdict in await self.ask(name, plugin, portrait_of(picture())):
                 hear(verdict)
-        log.warning("diagnostician %s is asked no more: %d times too late", name, MAX_TIMEOUTS)
+        log.warning("diagnostician %s is disabled after %d timeouts in a row", name, MAX_TIMEOUTS)
 
     async def ask(self, name: str, plugin: Any, portrait: Portrait) -> list[object]:
-        if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(
-                max(1, len(self._plugins)), thread_name_prefix="diagnosis"
-            )
-        call = asyncio.wrap_future(self._threads.submit(_call, plugin, portrait))
+        calls = self._calls[name]
         try:
-            done, _ = await asyncio.wait([call], timeout=self._time_limit)
-            if not done:
-                self._num_timeouts[name] += 1
-                log.warning("diagnostician %s took longer than %g s", name, self._time_limit)
-                await asyncio.wait([call])  # a thread cannot be ended: it is left alone until it comes back
-            return await call
-        except (Exception, SystemExit) as error:  # an extension may raise anything; the job goes on without its answer
-            log.warning("diagnostician %s failed: %s: %s", name, type(error).__name__, error)
-            return []
+            return await calls.call(lambda: _call(plugin, portrait))
+        except NoAnswer as error:
+            log.warning("diagnostician %s gives no answer: %s", name, error)
+        await calls.wait_until_idle()
+        return []
+
+
+def _translate(name: str, plugin: Any) -> Any:
+    return Translated(name, plugin) if isinstance(plugin, OldDiagnostician) else plugin
 
 
 def _call(plugin: Any, portrait: Portrait) -> list[object]:

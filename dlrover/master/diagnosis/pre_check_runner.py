@@ -58,7 +58,7 @@ SLACK = 600.0
 class PreCheckRunner:
     def __init__(
         self,
-        desk: MasterLoop,
+        master_loop: MasterLoop,
         operators: Sequence[Operator],
         *,
         limit: float,
@@ -68,7 +68,7 @@ class PreCheckRunner:
     ) -> None:
         """`tell`: takes events for people. `has_platform`: there is nothing to look at before it has shown its nodes."""
         self._has_platform = has_platform
-        self._desk = desk
+        self._master_loop = master_loop
         self._operators = list(operators)
         self._limit = limit
         self._tell = tell
@@ -84,16 +84,16 @@ class PreCheckRunner:
 
     def begin(self) -> None:
         """Before anybody is served: a node that came first would have its world already."""
-        state = self._desk.job.state
+        state = self._master_loop.job.state
         if self._operators and state.end is None and is_wanted(state.pre_check.stage, state.rendezvous.round):
             names = tuple(result.name for result in self._results)
-            self._began = self._desk.tell(PreCheckBegan(operators=names, limit=self._limit))
+            self._began = self._master_loop.tell(PreCheckBegan(operators=names, limit=self._limit))
 
     async def run(self) -> None:
         """Until it is over."""
         if self._began is None:
             return
-        self._desk.on_decided.append(self._heard)
+        self._master_loop.listeners.on_decided.append(self._heard)
         try:
             await self._began
             await self._until_platform_is_seen()
@@ -101,12 +101,12 @@ class PreCheckRunner:
         except DLRoverError as error:
             log.info("pre-check given up: %s", error)  # the job has ended, or begun without us
         finally:
-            self._desk.on_decided.remove(self._heard)
+            self._master_loop.listeners.on_decided.remove(self._heard)
 
     async def _until_platform_is_seen(self) -> None:
         while self._has_platform:
             self._changed.clear()
-            fleet = self._desk.job.state.fleet
+            fleet = self._master_loop.job.state.fleet
             if fleet is not None and fleet.is_listed:
                 return
             await self._changed.wait()
@@ -151,7 +151,7 @@ class PreCheckRunner:
         await self._note(PreCheckStage.PASS, f"The pre-check passed{but}.")
 
     async def _note(self, stage: PreCheckStage, message: str) -> None:
-        await self._desk.tell(PreCheckNoted(stage=stage, results=tuple(self._results), message=message))
+        await self._master_loop.tell(PreCheckNoted(stage=stage, results=tuple(self._results), message=message))
 
     async def _wait(self, operator: Operator, *, is_retry: bool = False) -> None:
         """Until it makes sense to ask again. A retry has its interval for whatever was done to work."""
@@ -165,9 +165,9 @@ class PreCheckRunner:
     async def _ask(self, operator: Operator) -> PreCheckResult | None:
         """None: it has no answer."""
         self._trouble = ""
-        status = await self._desk.ask(AskStatus())
+        status = await self._master_loop.ask(AskStatus())
         assert isinstance(status, JobStatus), "the answer to this question"
-        view = view_of(self._desk.job.state, status.nodes, self._desk.now())
+        view = view_of(self._master_loop.job.state, status.nodes, self._master_loop.now())
         answer = await self._call(operator, lambda: operator.plugin.check(job_args=view))
         if isinstance(answer, PreCheckResult):
             return answer
@@ -202,7 +202,7 @@ class PreCheckRunner:
     def _broken(self, operator: Operator, what: str) -> None:
         text = f"The pre-check {operator.name} {what}, and is left out."
         self._trouble = _text(what)
-        self._tell(event(self._desk.now(), WARN, "pre_check_error", text))
+        self._tell(event(self._master_loop.now(), WARN, "pre_check_error", text))
 
     # Actions.
 
@@ -231,7 +231,7 @@ class PreCheckRunner:
                 case JobAbortionAction():
                     self._failure = _text(f"The pre-check ends the job ({action.reason}): {action.msg}")
                 case JobRestartAction():
-                    await self._desk.tell(RestartJob(reason=_text(action.reason or action.msg)))
+                    await self._master_loop.tell(RestartJob(reason=_text(action.reason or action.msg)))
                 case (
                     NodeAction(action_type=DiagnosisActionType.MASTER_RELAUNCH_WORKER)
                     | NodeAction(action_type=DiagnosisActionType.RELAUNCH_WORKER)
@@ -239,11 +239,11 @@ class PreCheckRunner:
                     wish = RelaunchNode(
                         node=NodeId(-1), platform_node=PlatformId(int(action.node_id)), reason=_text(action.reason)
                     )
-                    await self._desk.tell(wish)
+                    await self._master_loop.tell(wish)
                 case EventAction():
                     level = action.event_type if action.event_type in ("info", "warn", "error") else "info"
                     text = action.event_msg or action.event_action
-                    self._tell(event(self._desk.now(), level, action.event_action or "pre_check", text))
+                    self._tell(event(self._master_loop.now(), level, action.event_action or "pre_check", text))
                 case _:
                     log.warning("before training nobody can do this: %s", action.action_type)
         except DLRoverError as error:

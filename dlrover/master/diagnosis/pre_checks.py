@@ -8,7 +8,6 @@ has changed or the retry interval is over. What shall be done after a failure is
 from __future__ import annotations
 
 import ast
-import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from msgspec import Struct
 from dlrover.core.fleet.early_stop import MIN_PENDING_TIMEOUT
 from dlrover.core.outcome import MICROS_PER_SECOND
 from dlrover.core.state import JobState
+from dlrover.host.extensions import UnusableExtension, build
 from dlrover.master.diagnosis.old_actions import (
     DiagnosisAction,
     DiagnosisActionType,
@@ -275,11 +275,9 @@ def load_operators(wanted: Sequence[WantedCheck]) -> list[Operator]:
     loaded = []
     for module, class_name, is_bypassed in wanted:
         try:
-            plugin = getattr(importlib.import_module(module), class_name)()
-            if not callable(getattr(plugin, "check", None)):
-                raise TypeError(f"{class_name} has no method `check`")
-        except (Exception, SystemExit) as error:  # importing and building run the user's code, which may raise anything
-            log.warning("pre-check %s::%s is left out: %s: %s", module, class_name, type(error).__name__, error)
+            plugin = build(f"{module}::{class_name}", method="check")
+        except UnusableExtension as error:
+            log.warning("pre-check %s::%s is left out: %s", module, class_name, error)
             continue
         loaded.append(Operator(class_name, plugin, is_bypassed))
     return loaded

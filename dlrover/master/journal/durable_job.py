@@ -16,10 +16,10 @@ import msgspec
 from dlrover.core.commit_order import CommitSequence, CoreFault, RecordBatch
 from dlrover.core.job import Job
 from dlrover.core.outcome import Origin
+from dlrover.master.clock import MasterClock
 from dlrover.master.journal.journal_thread import JournalThread
-from dlrover.master.loop.clock import MasterClock
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages.frames import BLOCKED
 from dlrover.protocol.messages.job import Command, Desired, Micros, NodeId
 from dlrover.protocol.text import UNENCODABLE
 
@@ -32,8 +32,8 @@ RETRY_PERIOD = 1_000_000
 class DurableJob:
     """`job` and `sequence` are others after `fall_back` and `quarantine`: do not keep them."""
 
-    def __init__(self, keeper: JournalThread, job: Job, clock: MasterClock) -> None:
-        self._keeper = keeper
+    def __init__(self, journal_thread: JournalThread, job: Job, clock: MasterClock) -> None:
+        self._journal_thread = journal_thread
         self._clock = clock
         self._poison: set[bytes] = set()  # commands that broke the core once
         self._failed_bytes = 0  # size of what could not be written; 0 while the journal works
@@ -44,7 +44,7 @@ class DurableJob:
 
     async def begin(self) -> None:
         """Raises what the journal raises."""
-        self._poison = await self._keeper.quarantined()
+        self._poison = await self._journal_thread.quarantined()
 
     def desired(self, node: NodeId) -> Desired | None:
         """None: it left and was replaced in the very batch that had something to tell it."""
@@ -56,7 +56,9 @@ class DurableJob:
     def stage(self, command: Command, now: Micros, origin: Origin | None) -> int:
         """The ticket of its outcome. Raises `Rejected` or `CoreFault`."""
         if self._is_poison(command):
-            raise Rejected(f"{type(command).__name__} broke the master once and is refused since.", code="internal")
+            raise Rejected(
+                f"{type(command).__name__} broke the master once and is refused since.", code=ErrorCode.INTERNAL
+            )
         return self.sequence.stage(command, now, origin)
 
     def due(self, now: Micros) -> list[Command]:
@@ -82,18 +84,18 @@ class DurableJob:
         Raises Unavailable: call `fall_back`.
         """
         if batch is not None and batch.records:
-            self._keeper.spent(cpu_time)  # a replay need not answer the questions
-            await self._keeper.append(batch)
+            self._journal_thread.spent(cpu_time)  # a replay need not answer the questions
+            await self._journal_thread.append(batch)
         else:
-            await self._keeper.check_fence()
+            await self._journal_thread.check_fence()
 
     async def save_snapshot(self) -> None:
         """Between two turns, when it is time."""
-        if not self._keeper.wants_snapshot or self._clock.elapsed() < self._retry_at:
+        if not self._journal_thread.wants_snapshot or self._clock.elapsed() < self._retry_at:
             return
         try:
             assert self.sequence.is_settled, "a snapshot of what is not durable"
-            await self._keeper.save_snapshot(self.job.number + 1, self.job.encode())
+            await self._journal_thread.save_snapshot(self.job.number + 1, self.job.encode())
         except Unavailable as error:
             self._retry_at = self._clock.elapsed() + RETRY_PERIOD
             log.warning("snapshot not written reason=%s", error)
@@ -113,7 +115,7 @@ class DurableJob:
             self._clock.stop()  # nothing can be decided, so no deadline comes nearer
         self._block(error)
         self._failed_bytes = max(64 * 1024, sum(map(len, batch.records)) if batch is not None else 0)
-        self._adopt(await self._keeper.restore())
+        self._adopt(await self._journal_thread.restore())
 
     def nap_until_retry(self) -> float:
         """Seconds."""
@@ -124,7 +126,7 @@ class DurableJob:
         if not self._failed_bytes or self._clock.elapsed() < self._retry_at:
             return False
         try:
-            await self._keeper.probe(self._failed_bytes)
+            await self._journal_thread.probe(self._failed_bytes)
         except Unavailable as error:
             self._block(error)
             self._retry_at = self._clock.elapsed() + RETRY_PERIOD
@@ -140,14 +142,14 @@ class DurableJob:
         command = msgspec.msgpack.encode(fault.command)
         self._poison.add(command)
         try:
-            await self._keeper.quarantine(command, repr(fault.__cause__ or fault))
+            await self._journal_thread.quarantine(command, repr(fault.__cause__ or fault))
         except Unavailable as error:
             log.warning("quarantine not written reason=%s", error)
-        self._adopt(await self._keeper.restore())
+        self._adopt(await self._journal_thread.restore())
 
     def refusal(self) -> Unavailable:
         """For every command, while nothing can be decided."""
-        return Unavailable(self.blocked, RETRY_PERIOD / 1e6, code=BLOCKED)
+        return Unavailable(self.blocked, RETRY_PERIOD / 1e6, code=ErrorCode.BLOCKED)
 
     def _block(self, error: Unavailable) -> None:
         self.blocked = (
@@ -156,4 +158,4 @@ class DurableJob:
 
     def _adopt(self, job: Job) -> None:
         self.job = job
-        self.sequence = CommitSequence(job, master_epoch=self._keeper.master_epoch, next_number=job.number + 1)
+        self.sequence = CommitSequence(job, master_epoch=self._journal_thread.master_epoch, next_number=job.number + 1)

@@ -1,5 +1,5 @@
 """
-The journal's thread: the desk awaits here what the disk does there.
+The journal's thread: the loop awaits here what the disk does there.
 
 SQLite blocks, so everything that touches the file runs in one thread of its own, one call after the other, with
 values in and values out. A cancelled caller does not stop a write that has begun; nobody else writes meanwhile.

@@ -2,7 +2,7 @@
 Coming in: what a request is, who is refused at once, and who knows the answer without the job.
 
 There are three doors: an agent's stream, a one-shot client, and the master's own shell. What is neither refused nor
-answered here goes to the tray, for the next turn of the desk.
+answered here goes to the inbox, for the next turn of the loop.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from dlrover.core.outcome import Origin
-from dlrover.master.loop.clock import MasterClock
-from dlrover.master.loop.inbox import Tray
-from dlrover.master.loop.plugin_answers import Errands
+from dlrover.master.clock import MasterClock
+from dlrover.master.loop.inbox import Inbox
+from dlrover.master.loop.plugin_answers import PluginAnswers
 from dlrover.master.loop.request import Work
 from dlrover.master.loop.streams import AgentLine
 from dlrover.master.view.events import EventLog
 from dlrover.protocol.codec import Codec, Question
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import AwaitSaveDuties
 from dlrover.protocol.messages.frames import Answer, Refusal, Request
@@ -31,19 +32,19 @@ from dlrover.protocol.messages.peers import AskPeers
 from dlrover.protocol.text import UNENCODABLE
 
 
-class Reception:
+class Admission:
     def __init__(
         self,
-        tray: Tray,
-        errands: Errands,
+        inbox: Inbox,
+        plugin_answers: PluginAnswers,
         clock: MasterClock,
         *,
         events: EventLog,
         answers: dict[type[Query], Callable[[Any], Reply]],
     ) -> None:
         """`answers`: to questions about what is not in the job."""
-        self._tray = tray
-        self._errands = errands
+        self._inbox = inbox
+        self._plugin_answers = plugin_answers
         self._clock = clock
         self._events = events
         self._answers = answers
@@ -52,48 +53,48 @@ class Reception:
         """From an agent, or from somebody who has not said yet who it is."""
         if isinstance(request.body, Attach) and line.has_presented:
             text = "this stream is attached already; another node needs its own"
-            line.stream.send(Refusal(id=request.id, code="attached", message=text))
+            line.stream.send(Refusal(id=request.id, code=ErrorCode.ATTACHED, message=text))
             return
         if isinstance(request.body, Attach):
             line.has_presented = True
-            self._errands.place_and_attach(line, request.id, request.body)
+            self._plugin_answers.place_and_attach(line, request.id, request.body)
             return
         if isinstance(request.body, Query) and (know := self._answers.get(type(request.body))) is not None:
             line.stream.send(Answer(id=request.id, body=know(request.body)))
             return
         if isinstance(request.body, AskEvents):
-            self._errands.run(self._tell_events(line, request.id, request.body))
+            self._plugin_answers.run(self._tell_events(line, request.id, request.body))
             return
         if isinstance(request.body, AwaitSaveDuties | AskPeers) and request.body.node != line.node:
             # Asked before our journal was lost: then that node had the number which another has now.
             text = f"node {line.node} may not ask for node {request.body.node}"
-            line.stream.send(Refusal(id=request.id, code="wrong-sender", message=text))
+            line.stream.send(Refusal(id=request.id, code=ErrorCode.WRONG_SENDER, message=text))
             return
         if isinstance(request.body, Query):
-            self._tray.offer(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
+            self._inbox.offer(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
             return
         if line.node is None or line.incarnation is None:
             text = "attach first: the stream's first request must be an Attach"
-            line.stream.send(Refusal(id=request.id, code="not-attached", message=text))
+            line.stream.send(Refusal(id=request.id, code=ErrorCode.NOT_ATTACHED, message=text))
             return
         origin = Origin(line.node, line.incarnation, request.sequence, request.answered)
         if request.sequence < 1:
             text = "a command needs a sequence number from 1 on, or it could be applied twice"
-            line.stream.send(Refusal(id=request.id, code="malformed", message=text))
+            line.stream.send(Refusal(id=request.id, code=ErrorCode.MALFORMED, message=text))
             return
         if isinstance(request.body, ReportFailure) and (size_bytes := _largest(request.body)) > MAX_FAILURE_BYTES:
             text = (
                 f"a failure of {size_bytes} bytes: the limit is {MAX_FAILURE_BYTES}. Send the last part of its traceback "
                 "and log"
             )
-            line.stream.send(Refusal(id=request.id, code="too-large", message=text))
+            line.stream.send(Refusal(id=request.id, code=ErrorCode.TOO_LARGE, message=text))
             return
         work = Work(self._in_our_time(request.body, line), origin, line, request.id)
         if not line.gate.admits(request.sequence):
-            work.fail(Unavailable("an earlier command of this node was refused for now", self._tray.retry_after()))
+            work.fail(Unavailable("an earlier command of this node was refused for now", self._inbox.retry_after()))
             return
         line.gate.passed(request.sequence)
-        self._tray.offer(work)
+        self._inbox.offer(work)
 
     async def _tell_events(self, line: AgentLine, id_: int, question: AskEvents) -> None:
         events = await self._events.answer(question)
@@ -116,7 +117,7 @@ class Reception:
             return await self._events.answer(question)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         work = Work(question, answer=answer, waits_until=self._waits_until(question))
-        self._tray.offer(work)
+        self._inbox.offer(work)
         assert work.answer is not None
         return await work.answer
 
@@ -139,9 +140,11 @@ class Reception:
             answer.set_exception(error)
             return answer
         except UNENCODABLE as error:
-            answer.set_exception(Rejected(f"{type(command).__name__} cannot be written: {error}.", code="malformed"))
+            answer.set_exception(
+                Rejected(f"{type(command).__name__} cannot be written: {error}.", code=ErrorCode.MALFORMED)
+            )
             return answer
-        self._tray.put(Work(command, answer=answer))
+        self._inbox.put(Work(command, answer=answer))
         return answer
 
 

@@ -17,14 +17,14 @@ SERVICE_TIME = 0.0005
 """Rough seconds of work per request: those refused are told to come back spread over the time their number needs."""
 
 
-class Tray:
+class Inbox:
     def __init__(self, wake: asyncio.Event) -> None:
         """`wake` is set when there is something to do."""
         self._wake = wake
         self._works: list[Work] = []
-        self._num_refused = 0  # since the tray was last empty
+        self._num_refused = 0  # since the inbox was last empty
         self.num_in_work = 0
-        """Requests from outside that came in and are not decided: in the tray, or in the turn."""
+        """Requests from outside that came in and are not decided: in the inbox, or in the turn."""
 
     def offer(self, work: Work) -> None:
         """Refused if there is no room."""

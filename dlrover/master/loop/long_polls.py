@@ -1,9 +1,9 @@
 """
-The waiting room: questions whose answer does not exist yet.
+Long polls: questions whose answer does not exist yet.
 
 A question that is willing to wait sits here under the topics it waits for and costs nothing until durable changes have
-touched each of them; then it goes back to the desk and is looked at once more. Waiting is no state of the job: a master that restarts
-has an empty room, and agents ask again when they attach.
+touched each of them; then it goes back to the loop and is looked at once more. Waiting is no state of the job: a master that restarts
+has none of them, and agents ask again when they attach.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from dlrover.master.loop.request import Work
 from dlrover.master.loop.streams import AgentLine
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 
 Key = TypeVar("Key", str, AgentLine)
@@ -23,7 +24,7 @@ MAX_WAITING = 16_384
 """Questions. Every thread of every worker that uses the store may have one; a job of 64 nodes has room for 256 on each."""
 
 
-class WaitingRoom:
+class LongPolls:
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
         self._by_topic: dict[str, dict[Work, None]] = {}
@@ -46,7 +47,7 @@ class WaitingRoom:
         if len(self._topics) >= self._max_waiting:
             raise Rejected(
                 f"{self._max_waiting} questions wait on the master already. Use fewer threads that wait, or shorter waits.",
-                code="too-many-waiting",
+                code=ErrorCode.TOO_MANY_WAITING,
             )
         self._topics[work] = dict.fromkeys(topics)
         for topic in self._topics[work]:

@@ -1,8 +1,8 @@
 """
-Errands: what somebody else is asked for while the desk goes on.
+What plugins are asked for while the loop goes on.
 
 Where a node is and in which order nodes stand, users' plug-ins may know, and they may take their time. What they answer
-comes to the desk as an attach that names its place, or as a command with the order; the turn never waits for them.
+comes to the loop as an attach that names its place, or as a command with the order; the turn never waits for them.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Coroutine
 from msgspec.structs import replace
 
 from dlrover.master.journal.durable_job import DurableJob
-from dlrover.master.loop.inbox import Tray
+from dlrover.master.loop.inbox import Inbox
 from dlrover.master.loop.request import Work
 from dlrover.master.loop.streams import AgentLine
 from dlrover.master.topology_plugins import NodeTopologyMeta, TopologyPlugins
 from dlrover.protocol.messages.job import Attach, NodesOrdered
 
 
-class Errands:
-    def __init__(self, topology: TopologyPlugins, durable: DurableJob, tray: Tray) -> None:
+class PluginAnswers:
+    def __init__(self, topology: TopologyPlugins, durable: DurableJob, inbox: Inbox) -> None:
         self._topology = topology
         self._durable = durable
-        self._tray = tray
+        self._inbox = inbox
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_order_old = False
 
-    def run(self, errand: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(errand)
+    def run(self, asked: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(asked)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -42,14 +42,14 @@ class Errands:
         """Where the node is belongs to what it says of itself: somebody may have to be asked first."""
         place = attach.place or self._topology.known_place(attach.node_ip or attach.host)
         if place is not None:
-            self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))
+            self._inbox.offer(Work(replace(attach, place=place), line=line, id=id_))
         else:
             self.run(self._ask_for_place(line, id_, attach))
 
     async def _ask_for_place(self, line: AgentLine, id_: int, attach: Attach) -> None:
         place = await self._topology.place_of(attach.node_ip or attach.host)
         if line.is_open:
-            self._tray.offer(Work(replace(attach, place=place), line=line, id=id_))
+            self._inbox.offer(Work(replace(attach, place=place), line=line, id=id_))
 
     def is_order_missing(self, attach: Attach) -> bool:
         """Whether it has just brought somebody whose place in the order nobody knows. It may have been refused."""
@@ -71,7 +71,7 @@ class Errands:
             if nodes == self._nodes_to_sort() or not self._topology.has_sorter:
                 break
         self._is_order_old = False
-        self._tray.put(Work(NodesOrdered(ranks=ranks)))
+        self._inbox.put(Work(NodesOrdered(ranks=ranks)))
 
     def _nodes_to_sort(self) -> list[NodeTopologyMeta]:
         live = sorted(self._durable.job.state.nodes.live.values(), key=lambda node: node.rank)

@@ -13,10 +13,10 @@ import logging
 
 from msgspec.structs import replace
 
-from dlrover.core.membership.liveness import Observations
+from dlrover.core.membership.liveness import Liveness
 from dlrover.core.outcome import micros
+from dlrover.master.clock import MasterClock
 from dlrover.master.journal.durable_job import DurableJob
-from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.isolation import Isolation
 from dlrover.master.loop.stalls import AFTERMATH, LONG_STALL, NEVER, Grace, LoopWatch
 from dlrover.protocol.errors import Rejected
@@ -39,7 +39,7 @@ class Presence:
         """`stalls`: one that tests control."""
         self._durable = durable
         self._clock = clock
-        self._observations = Observations(clock.now())
+        self._observations = Liveness(clock.now())
         self._findings: dict[NodeId, NodeDisconnected | NodeSilent] = {}  # kept until they are durable
         self._stalls = LoopWatch() if stalls is None else stalls
         self._isolation = Isolation()

@@ -1,7 +1,7 @@
 """
-One request on its way through the desk, and the way back to who sent it.
+One request on its way through the loop, and the way back to who sent it.
 
-There are three senders: an agent on its stream, a one-shot client who waits for a future, and the desk itself, whose
+There are three senders: an agent on its stream, a one-shot client who waits for a future, and the loop itself, whose
 findings nobody waits for.
 """
 
@@ -17,7 +17,7 @@ from dlrover.protocol.messages.frames import Answer, Refusal
 from dlrover.protocol.messages.job import Attach, Command, Query, Reply
 
 SHORTEST_RETRY = 0.05
-"""Seconds: a busy master has decided a full desk several times over in this time."""
+"""Seconds: a busy master has decided a full inbox several times over in this time."""
 
 
 @dataclass(eq=False)

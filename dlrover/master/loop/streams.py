@@ -60,7 +60,7 @@ class AgentLine:
     """What `MasterClock.stood_still` was at the attach: the agent knows the job's time as it was then."""
 
 
-class Roster:
+class AgentLines:
     def __init__(self) -> None:
         self._lines: dict[AgentStream, AgentLine] = {}
         self._current: dict[NodeId, AgentLine] = {}

@@ -1,7 +1,7 @@
 """
-The bookkeeper: where the time went and what happened, beside the desk that decides.
+The bookkeeper: where the time went and what happened, beside the loop that decides.
 
-It hears what nodes tell of their progress and gives the desk accounts to journal; it sees what was decided, once it is durable, and makes
+It hears what nodes tell of their progress and gives the loop accounts to journal; it sees what was decided, once it is durable, and makes
 events of it. It decides nothing.
 """
 

@@ -8,7 +8,6 @@ behind a bounded queue, a web hook few attempts for each event, and what is left
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import json
 import logging
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dlrover.host.extensions import UnusableExtension, build
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.goodput import JobEvent
 
@@ -228,12 +228,11 @@ def _build(name: str) -> EventReporter:
         return FileReporter(Path(name.removeprefix("file:")))
     if name.startswith(("http://", "https://")):
         return WebhookReporter(name)
-    module, _, class_name = name.partition("::")
-    if not class_name:
+    if "::" not in name:
         raise ConfigError(f"event reporter {_receiver(name)!r}: give log, file:PATH, a URL, or module::Class.")
     try:
-        return _Guarded(_translated(getattr(importlib.import_module(module), class_name)()), name)
-    except (Exception, SystemExit) as error:  # an extension
+        return _Guarded(_translated(build(name, method="report")), name)
+    except (UnusableExtension, TypeError, ValueError) as error:  # the last two: a method without a signature
         raise ConfigError(f"event reporter {name}: {error}") from error
 
 

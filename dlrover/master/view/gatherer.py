@@ -1,5 +1,5 @@
 """
-The lookout: gathers what the page and the metrics show, from the job, from what nodes tell of themselves, and from those who judge it.
+The gatherer: gathers what the page and the metrics show, from the job, from what nodes tell of themselves, and from those who judge it.
 
 It only asks and listens. While nobody looks it asks now and then, so that plots have a past; while somebody does, as soon as something was
 decided or heard, but at most twice a second, and less often where asking costs much: a job of ten thousand nodes is not slowed by its
@@ -73,7 +73,7 @@ class FailureView(Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class JobSource(Protocol):
-    """What the lookout needs of the desk."""
+    """What the gatherer needs of the loop."""
 
     @property
     def heartbeat(self) -> float: ...
@@ -83,7 +83,7 @@ class JobSource(Protocol):
     async def ask(self, question: Question) -> Reply: ...
 
 
-class Lookout:
+class Gatherer:
     def __init__(self, source: JobSource, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.board = Board()
         self.status: JobStatus | None = None
@@ -101,7 +101,7 @@ class Lookout:
         """Of the diagnosis, oldest first."""
         self.goodput: GoodputStatus | None = None
         self.newest_event = 0
-        self.gatherers: list[Callable[[Lookout], Awaitable[None]]] = []
+        self.sources: list[Callable[[Gatherer], Awaitable[None]]] = []
         """Ask others than the job, at each look."""
         self._source = source
         self._clock = clock
@@ -230,7 +230,7 @@ class Lookout:
                 status = await self._source.ask(AskStatus())
                 assert isinstance(status, JobStatus), f"asked for its status the job answered {type(status).__name__}"
                 self._take(status)
-                for gather in self.gatherers:
+                for gather in self.sources:
                     await gather(self)
             except (Rejected, Unavailable) as error:
                 log.debug("look put off reason=%s", error)  # too much to do, or no disk: the page stays as it was

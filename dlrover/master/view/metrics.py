@@ -24,7 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from dlrover.core.outcome import Outcome
-from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.gatherer import Gatherer
 from dlrover.protocol.messages.checkpoint import CheckpointCommitted, CheckpointFailed, ShardWritten
 from dlrover.protocol.messages.job import Command, JobStatus, Micros, NodeId, NodeRank, Stage
 from dlrover.protocol.messages.watch import Phase, ResourceReport
@@ -166,13 +166,13 @@ class Families:
         return iter(self._families.values())
 
 
-class Meters:
-    """Counts what passes, and tells it with what the lookout knows."""
+class JobMetrics:
+    """Counts what passes, and tells it with what the gatherer knows."""
 
     def __init__(
-        self, lookout: Lookout, *, last_heard: Callable[[], dict[NodeId, Micros]], num_in_work: Callable[[], int]
+        self, gatherer: Gatherer, *, last_heard: Callable[[], dict[NodeId, Micros]], num_in_work: Callable[[], int]
     ) -> None:
-        self._lookout = lookout
+        self._gatherer = gatherer
         self._last_heard = last_heard
         self._num_in_work = num_in_work
         self._commands: Counter[str] = Counter()
@@ -204,35 +204,35 @@ class Meters:
         self._journal_seconds.observe(seconds)
 
     async def render(self) -> bytes:
-        await self._lookout.fresh()
+        await self._gatherer.fresh()
         # Numbers are taken in the event loop, which owns them; writing out 10,000 lines is left to a thread.
         return await asyncio.to_thread(generate_latest, _Collected(list(self.collect())))
 
     def collect(self) -> Iterable[Metric]:
         families = Families()
-        status = self._lookout.status
+        status = self._gatherer.status
         if status is not None:
             self._tell_job(families, status)
             self._tell_checkpoints(families, status)
             self._tell_nodes(families, status)
             _tell_data(families, status)
-        for fault, number in Counter(past.verdict.fault for past in self._lookout.verdicts).items():
+        for fault, number in Counter(past.verdict.fault for past in self._gatherer.verdicts).items():
             families.add("dlrover_verdicts", number, fault)
-        if self._lookout.goodput is not None:
-            families.add("dlrover_goodput_ratio", self._lookout.goodput.goodput)
-            for name, seconds in self._lookout.goodput.booked.items():
+        if self._gatherer.goodput is not None:
+            families.add("dlrover_goodput_ratio", self._gatherer.goodput.goodput)
+            for name, seconds in self._gatherer.goodput.booked.items():
                 families.add("dlrover_goodput_node_seconds_total", seconds, name)
         self._tell_training(families)
         for command, number in sorted(self._commands.items()):
             families.add("dlrover_commands_total", number, command)
-        for kind, number in sorted(self._lookout.num_failures.items()):
+        for kind, number in sorted(self._gatherer.num_failures.items()):
             families.add("dlrover_worker_failures_total", number, kind)
         for result, number in sorted(self._saves.items()):
             families.add("dlrover_checkpoints_total", number, result)
         families.add_histogram("dlrover_checkpoint_commit_seconds", self._save_seconds)
         families.add_histogram("dlrover_journal_commit_seconds", self._journal_seconds)
         families.add("dlrover_requests_in_work", self._num_in_work())
-        families.add("dlrover_dashboard_viewers", self._lookout.num_viewers)
+        families.add("dlrover_dashboard_viewers", self._gatherer.num_viewers)
         for tell in self.tellers:
             tell(families)
         return families
@@ -253,11 +253,11 @@ class Meters:
         families.add("dlrover_worker_restarts", status.num_restarts)
 
     def _tell_training(self, families: Families) -> None:
-        families.add("dlrover_step", self._lookout.step)
-        families.add("dlrover_steps_per_second", self._lookout.steps_per_second)
-        for name, value in self._lookout.metrics.items():
+        families.add("dlrover_step", self._gatherer.step)
+        families.add("dlrover_steps_per_second", self._gatherer.steps_per_second)
+        for name, value in self._gatherer.metrics.items():
             families.add("dlrover_training_metric", value, name)
-        workers = [worker for report in self._lookout.progress.values() for worker in report.workers]
+        workers = [worker for report in self._gatherer.progress.values() for worker in report.workers]
         if workers:
             phases = Counter(worker.phase for worker in workers)
             for phase in Phase:
@@ -285,7 +285,7 @@ class Meters:
         ranks = {node.node: node.node_rank for node in {node.node_rank: node for node in status.nodes}.values()}
         for rank, age in ages.items():
             families.add("dlrover_node_heartbeat_age_seconds", age, rank)
-        for node_id, usage in self._lookout.resources.items():
+        for node_id, usage in self._gatherer.resources.items():
             if node_id in ranks:
                 _tell_usage(families, ranks[node_id], usage)
 

@@ -27,7 +27,7 @@ MAX_CONNECTIONS = 128
 """At the same time, of which an address has `door.MAX_OF_ADDRESS`."""
 
 
-class Exposition:
+class MetricsServer:
     def __init__(self, render: Callable[[], Awaitable[bytes]], may_read: Callable[[str], bool]) -> None:
         """`may_read`: whether a bearer token opens it."""
         self._render = render

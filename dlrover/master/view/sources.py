@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 
-from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.gatherer import Gatherer
 from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus
 from dlrover.protocol.messages.job import JobStatus
 from dlrover.protocol.messages.watch import AskDiagnosis, Culprit, Diagnosis, PastVerdict
@@ -22,12 +22,12 @@ MAX_NAME = 100
 MAX_AUTOPSY = 64 * 1024
 
 
-async def gather_data(lookout: Lookout) -> None:
-    status = lookout.status
+async def gather_data(gatherer: Gatherer) -> None:
+    status = gatherer.status
     assert isinstance(status, JobStatus), "asked before the first look"
     sets = status.datasets[:MAX_DATASETS]
     for each in sets:
-        lookout.board.put(
+        gatherer.board.put(
             "data",
             each.spec.name,
             {
@@ -45,19 +45,19 @@ async def gather_data(lookout: Lookout) -> None:
                 "is_complete": each.is_complete,
             },
         )
-    lookout.board.keep("data", {each.spec.name for each in sets})
+    gatherer.board.keep("data", {each.spec.name for each in sets})
 
 
-async def gather_events(lookout: Lookout) -> None:
+async def gather_events(gatherer: Gatherer) -> None:
     """Only new ones are asked for; from a flood the newest are shown."""
-    board, known = lookout.board, lookout.newest_event
-    found = await lookout.ask(AskEvents(after=known, limit=NUM_EVENTS))
+    board, known = gatherer.board, gatherer.newest_event
+    found = await gatherer.ask(AskEvents(after=known, limit=NUM_EVENTS))
     assert isinstance(found, Events), f"asked for events the master answered {type(found).__name__}"
     if known and found.newest > known + NUM_EVENTS:
-        found = await lookout.ask(AskEvents(limit=NUM_EVENTS))
+        found = await gatherer.ask(AskEvents(limit=NUM_EVENTS))
         assert isinstance(found, Events), "as before"
     for each in found.events:
-        lookout.newest_event = each.number
+        gatherer.newest_event = each.number
         board.put(
             "timeline",
             str(each.number),
@@ -71,17 +71,17 @@ async def gather_events(lookout: Lookout) -> None:
                 "rank": each.rank,
             },
         )
-    kept = {str(number) for number in range(lookout.newest_event - NUM_EVENTS + 1, lookout.newest_event + 1)}
+    kept = {str(number) for number in range(gatherer.newest_event - NUM_EVENTS + 1, gatherer.newest_event + 1)}
     board.keep("timeline", kept, is_told=False)
 
 
-async def gather_goodput(lookout: Lookout) -> None:
-    found = await lookout.ask(AskGoodput())
+async def gather_goodput(gatherer: Gatherer) -> None:
+    found = await gatherer.ask(AskGoodput())
     assert isinstance(found, GoodputStatus), f"asked for goodput the master answered {type(found).__name__}"
-    lookout.goodput = found
+    gatherer.goodput = found
     if not found.wall:
         return
-    lookout.board.put(
+    gatherer.board.put(
         "goodput",
         "",
         {
@@ -95,11 +95,11 @@ async def gather_goodput(lookout: Lookout) -> None:
     )
 
 
-async def gather_diagnosis(lookout: Lookout) -> None:
-    found = await lookout.ask(AskDiagnosis(last=MAX_VERDICTS))
+async def gather_diagnosis(gatherer: Gatherer) -> None:
+    found = await gatherer.ask(AskDiagnosis(last=MAX_VERDICTS))
     assert isinstance(found, Diagnosis), f"asked for its diagnosis the master answered {type(found).__name__}"
-    lookout.verdicts = found.verdicts
-    board = lookout.board
+    gatherer.verdicts = found.verdicts
+    board = gatherer.board
     board.put("diagnosis", "", {"count": len(found.verdicts)})
     for past in found.verdicts:
         board.put("verdicts", _key(past), _verdict(past))

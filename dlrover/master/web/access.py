@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 LINK_SECONDS = 600
 """For which a link to open the page is valid."""
@@ -91,6 +91,12 @@ def read_only_token(token: str) -> str:
 def one_time_link(token: str, now: float) -> str:
     """What to put behind `?token=`; whoever opens it first may act on the job."""
     return _signed(token, "link", Scope.ACT.value, round(now) + LINK_SECONDS)
+
+
+def bearer_of(headers: Mapping[str, str]) -> str:
+    """What a program shows; empty: nothing."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
 
 
 def is_own_origin(origin: str, host: str, scheme: str) -> bool:

@@ -15,7 +15,7 @@ from dlrover.protocol.messages.requests import RelaunchNode, RestartWorkers
 MAX_REASON = 200
 
 
-class Wish(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ActionRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of an action."""
 
     confirm: str
@@ -58,7 +58,7 @@ def read_wish(name: str, body: bytes) -> tuple[Action, Question]:
     """Raises `BadWish`, or KeyError for an action that there is not."""
     action = ACTIONS[name]
     try:
-        wish = msgspec.json.decode(body, type=Wish)
+        wish = msgspec.json.decode(body, type=ActionRequest)
     except msgspec.MsgspecError as error:
         raise BadWish(f"The request cannot be read: {error}.") from error
     if wish.confirm != name:

@@ -25,12 +25,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from dlrover.master.view.gatherer import Lookout
-from dlrover.master.web.access import SESSION_SECONDS, Access, Scope, is_own_origin
+from dlrover.master.view.gatherer import Gatherer
+from dlrover.master.web.access import SESSION_SECONDS, Access, Scope, bearer_of, is_own_origin
 from dlrover.master.web.actions import ACTIONS, BadWish, read_wish
 from dlrover.master.web.hosts import Hosts
 from dlrover.master.web.logs import BadName, LogReader, NoLog
 from dlrover.master.web.old_paths import OldPaths
+from dlrover.master.web.questions import ASK_PATH, JsonQuestions
 from dlrover.master.web.stream import EventStream
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -65,7 +66,7 @@ class Web:
 
     def __init__(
         self,
-        lookout: Lookout,
+        gatherer: Gatherer,
         *,
         access: Access,
         ask: Callable[[Question], Awaitable[Reply]],
@@ -74,7 +75,7 @@ class Web:
         metrics_type: str,
         hosts: Hosts | None = None,
     ) -> None:
-        self._lookout = lookout
+        self._gatherer = gatherer
         self._access = access
         self._ask = ask
         self._logs = logs
@@ -82,6 +83,7 @@ class Web:
         self._metrics_type = metrics_type
         self._hosts = Hosts() if hosts is None else hosts
         self._files = _load_files()
+        self._questions = JsonQuestions(ask, access=access, headers=_HEADERS)
 
     def is_known(self, scope: AsgiScope) -> bool:
         """Whether a request shows the token or what was given for it."""
@@ -97,7 +99,7 @@ class Web:
             ("/api/v1/logs/{name}", self._log),
             ("/metrics", self._scrape),
             ("/api/logs/{name}", self._log),
-            *OldPaths(self._lookout).handlers(),
+            *OldPaths(self._gatherer).handlers(),
         ]
         routes = [
             Route("/", self._page),
@@ -106,6 +108,7 @@ class Web:
             Route("/static/{name}", self._static),
             *(Route(path, self._guarded(handler)) for path, handler in reads),
             Route("/api/v1/actions/{name}", self._act, methods=["POST"]),
+            Route(ASK_PATH, self._questions.answer, methods=["POST"]),
         ]
         inner = Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _broken})
 
@@ -118,7 +121,7 @@ class Web:
     def _wrong_host(self, request: Request) -> Response | None:
         """Programs that show the token may use any name: a site of a stranger cannot show it."""
         host = request.headers.get("host", "")
-        if self._hosts.is_known(host) or self._access.scope_of_token(_bearer(request)) is not None:
+        if self._hosts.is_known(host) or self._access.scope_of_token(bearer_of(request.headers)) is not None:
             return None
         message = (
             "This page is not served under the name in your request. Open it by its IP address or as localhost, or "
@@ -188,20 +191,20 @@ class Web:
     # What it shows.
 
     async def _view(self, request: Request) -> Response:
-        await self._lookout.fresh()
-        return _json(200, self._lookout.board.delta(0))
+        await self._gatherer.fresh()
+        return _json(200, self._gatherer.board.delta(0))
 
     async def _stream(self, request: Request) -> EventStream:
-        if self._lookout.num_viewers >= MAX_VIEWERS:
+        if self._gatherer.num_viewers >= MAX_VIEWERS:
             raise HTTPException(503, f"{MAX_VIEWERS} people are looking already.", {"Retry-After": "10"})
         headers = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        return EventStream(self._lookout, request.headers.get("last-event-id", ""), raw)
+        return EventStream(self._gatherer, request.headers.get("last-event-id", ""), raw)
 
     async def _nodes(self, request: Request) -> Response:
         """A part of the nodes, for jobs with many."""
-        await self._lookout.fresh()
-        nodes = sorted(self._lookout.board.section("nodes").values(), key=lambda node: node.rank)  # type: ignore[attr-defined]
+        await self._gatherer.fresh()
+        nodes = sorted(self._gatherer.board.section("nodes").values(), key=lambda node: node.rank)  # type: ignore[attr-defined]
         health = request.query_params.get("health", "")
         if health:
             nodes = [node for node in nodes if node.health == health]  # type: ignore[attr-defined]
@@ -228,7 +231,7 @@ class Web:
         scope = self._scope(request)
         if scope is None:
             raise HTTPException(401, "Give the job's token.")
-        if not _bearer(request) and not self._is_ours(request):
+        if not bearer_of(request.headers) and not self._is_ours(request):
             raise HTTPException(403, "This request was sent from another site.")
         if scope is not Scope.ACT:
             raise HTTPException(403, "You may look, and not act: that needs the job's token.")
@@ -263,7 +266,7 @@ class Web:
         return _Endpoint(serve)
 
     def _scope(self, request: Request) -> Scope | None:
-        bearer = _bearer(request)
+        bearer = bearer_of(request.headers)
         if bearer:
             return self._access.scope_of_token(bearer)
         return self._access.scope_of_cookie(request.cookies.get(self._access.cookie_name, ""))
@@ -311,11 +314,6 @@ async def _body(request: Request) -> bytes:
     except ClientDisconnect:
         raise HTTPException(400, "The request broke off.") from None
     return bytes(body)
-
-
-def _bearer(request: Request) -> str:
-    kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""
 
 
 def _number(request: Request, name: str, default: int) -> int:

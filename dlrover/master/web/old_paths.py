@@ -8,21 +8,21 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.gatherer import Gatherer
 from dlrover.protocol.messages.job import JobStatus
 from dlrover.protocol.units import in_mib
 
 
 class OldPaths:
-    def __init__(self, lookout: Lookout) -> None:
-        self._lookout = lookout
+    def __init__(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
 
     def handlers(self) -> list[tuple[str, Callable[[Request], Awaitable[Response]]]]:
         return [("/api/job", self._job), ("/api/nodes", self._nodes), ("/api/metrics", self._metrics)]
 
     async def _status(self) -> JobStatus | None:
-        await self._lookout.fresh()
-        return self._lookout.status
+        await self._gatherer.fresh()
+        return self._gatherer.status
 
     async def _job(self, request: Request) -> Response:
         status = await self._status()
@@ -75,8 +75,8 @@ class OldPaths:
 
     async def _metrics(self, request: Request) -> Response:
         status = await self._status()
-        usage = self._lookout.resources.values()
-        speed = self._lookout.steps_per_second
+        usage = self._gatherer.resources.values()
+        speed = self._gatherer.steps_per_second
         return _json(
             {
                 "timestamp": 0.0 if status is None else status.now / 1e6,
@@ -87,7 +87,7 @@ class OldPaths:
                 },
                 "training_stats": {
                     "running_workers": 0 if status is None else status.world_size,
-                    "global_step": -1 if self._lookout.step is None else self._lookout.step,
+                    "global_step": -1 if self._gatherer.step is None else self._gatherer.step,
                     "training_speed": -1 if speed is None else round(speed, 3),
                 },
             }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from dlrover.master.web.questions import ASK_PATH
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.rpc.door import Door
 
@@ -80,6 +81,8 @@ class PageServer:
         is_inside = scope["client"] is not None and self._is_known(scope)  # None: the connection is gone already
         with self._door.inside(scope["client"]) if is_inside else contextlib.nullcontext():
             await self._app(scope, receive, send)
+        if not is_inside and scope["client"] is not None and scope["path"] == ASK_PATH:
+            self._door.refuse(scope["client"])  # a program; a browser without the token was given a form, and stays
 
 
 class _Server(uvicorn.Server):

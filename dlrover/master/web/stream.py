@@ -13,7 +13,7 @@ import contextlib
 
 from starlette.types import Receive, Scope, Send
 
-from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.gatherer import Gatherer
 
 KEEP_ALIVE = 15.0
 """Seconds without news after which a comment is sent: proxies close silent connections."""
@@ -26,15 +26,15 @@ RETRY_MILLIS = 1000
 class EventStream:
     """An ASGI response."""
 
-    def __init__(self, lookout: Lookout, last_event_id: str, headers: list[tuple[bytes, bytes]]) -> None:
-        self._lookout = lookout
-        self._since = _version_of(last_event_id, lookout.board.life)
+    def __init__(self, gatherer: Gatherer, last_event_id: str, headers: list[tuple[bytes, bytes]]) -> None:
+        self._gatherer = gatherer
+        self._since = _version_of(last_event_id, gatherer.board.life)
         self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._lookout.came()
+        self._gatherer.came()
         try:
-            await self._lookout.fresh()
+            await self._gatherer.fresh()
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             leaving = asyncio.ensure_future(_until_gone(receive))
             writing = asyncio.ensure_future(self._write(send))
@@ -45,10 +45,10 @@ class EventStream:
                     task.cancel()
                 await asyncio.gather(leaving, writing, return_exceptions=True)
         finally:
-            self._lookout.went()
+            self._gatherer.went()
 
     async def _write(self, send: Send) -> None:
-        board = self._lookout.board
+        board = self._gatherer.board
         await _send(send, f"retry: {RETRY_MILLIS}\n\n".encode())
         since = self._since
         with contextlib.suppress(TimeoutError, OSError):

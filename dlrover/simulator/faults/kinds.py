@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from dlrover.agent.decisions.departure import preempted
 from dlrover.protocol.messages.check import ExitClass
 from dlrover.protocol.messages.job import FailureKind
-from dlrover.simulator.masters.master import CrashPoint
+from dlrover.simulator.masters.turning import CrashPoint
 from dlrover.simulator.nodes.cloud import VirtualCloud
+from dlrover.simulator.nodes.cluster import VirtualCluster
 from dlrover.simulator.nodes.platform import VirtualPlatform
 from dlrover.simulator.virtual_time import micros
 
@@ -54,6 +56,16 @@ FLEET_MIX: dict[str, float] = {"eviction": 0.4, "node-fails": 0.1, "node-vanishe
 """Per node-hour, of jobs that ask for their nodes."""
 CLOUD_MIX: dict[str, float] = {"watch-breaks": 1.0, "cloud-away": 0.3}
 """The same per hour."""
+POD_MIX: dict[str, float] = {"eviction": 0.2, "node-fails": 0.05}
+"""Per node-hour, of jobs whose nodes are pods, and beside the others: drawn apart from them."""
+POD_MASTER_MIX: dict[str, float] = {
+    "followed-in-a-launch": 2.0,
+    "two-masters": 0.5,
+    "master-crash": 0.5,
+    "cloud-away": 0.3,
+    "platform-refuses": 0.3,
+}
+"""The same per hour: the master's own pod moves, too."""
 PEOPLE_MIX: dict[str, float] = {"suspension": 1.0}
 """The same: what people do to them. Drawn apart from all others."""
 CHECK_MIX: dict[str, float] = {"node-breaks": 0.1}
@@ -182,9 +194,9 @@ def _power_loss(sim: Simulation, fault: Fault) -> bool:
 
 def _preemption(sim: Simulation, fault: Fault) -> bool:
     agent = _agent(sim, fault)
-    if agent is None or agent.departure.has_begun or agent.sleep.since is not None:
+    if agent is None or agent.me.is_leaving or agent.sleep.since is not None:
         return False
-    agent.departure.preempt()
+    agent.leave(preempted("the platform"))
     return True
 
 
@@ -386,6 +398,14 @@ def _cloud_away(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
+def _followed_in_a_launch(sim: Simulation, fault: Fault) -> bool:
+    """The master sleeps between the next entry in its ledger and the request that follows, and another takes over."""
+    if not isinstance(sim.platform, VirtualCluster) or sim.platform.interruption is not None:
+        return False
+    sim.platform.interruption = fault.between(5.0, 400.0)
+    return True
+
+
 def _node_breaks(sim: Simulation, fault: Fault) -> bool:
     """It trains on; the next check will find it."""
     node = _node(sim, fault)
@@ -433,5 +453,6 @@ FAULTS: dict[str, Callable[[Simulation, Fault], bool]] = {
     "suspension": _suspension,
     "watch-breaks": _watch_breaks,
     "cloud-away": _cloud_away,
+    "followed-in-a-launch": _followed_in_a_launch,
     "node-breaks": _node_breaks,
 }

@@ -46,7 +46,7 @@ class Machines:
 
     def has_enough(self) -> bool:
         limits = self._sim.limits
-        num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.departure.has_begun)
+        num_there = sum(1 for node in self.nodes if node.agent is not None and not node.agent.me.is_leaving)
         return num_there - num_there % limits.node_unit >= limits.min_nodes
 
     def has_bad(self) -> bool:
@@ -62,7 +62,7 @@ class Machines:
             for node in self.nodes
             if node.agent is not None
             and node.agent.sleep.since is None
-            and not node.agent.departure.has_begun
+            and not node.agent.me.is_leaving
             and not node.link.is_cut
             and not node.link.is_slow
             and node.disturbed_at < since
@@ -155,7 +155,7 @@ class Machines:
 
     def exited(self, agent: VirtualAgent) -> None:
         self._sim.note(f"{agent.node.label} leaves")
-        agent.node.exit_code = agent.departure.exit_code
+        agent.node.exit_code = agent.leaving.exit_code
         self._remove(agent.node)
 
     def _remove(self, node: VirtualNode) -> None:

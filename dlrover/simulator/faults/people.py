@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.messages.fleet import (
     LaunchNode,
     MigrateNode,
@@ -110,9 +111,9 @@ class People:
             master.hear(question)
         sim.events.after(ASK_AGAIN, self._try, question)
 
-    def answered(self, command: Command | Query, refusal: str = "") -> None:
+    def answered(self, command: Command | Query, code: str | None = None) -> None:
         """By a master whose answer is durable. Refused as it is so already, or because nobody has defined the fleet yet."""
-        if command is not self._question or refusal == "no-platform":
+        if command is not self._question or code == ErrorCode.NO_PLATFORM:
             return
         self._question = None
         if isinstance(command, SuspendJob):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dlrover.protocol.messages.job import FailureKind
 from dlrover.simulator.faults.network import KEEPALIVE
-from dlrover.simulator.virtual_time import micros
+from dlrover.simulator.truth import worlds
+from dlrover.simulator.virtual_time import SECOND, micros
 
 if TYPE_CHECKING:
     from dlrover.simulator.nodes.agent import VirtualAgent
@@ -59,9 +59,8 @@ class Sleep:
         group = agent.workers.group
         if group is not None and group.is_up and not group.is_stopping:
             sim.training.thawed(group.world.coordinator)
-            if away > micros(sim.shape.detection.lease):
-                sim.ledger.charge(agent)
-                agent.workers.fail(FailureKind.STOPPED_BY_US)
+        agent.do(agent.decisions.woke(away / SECOND))
+        worlds.agent_woke(sim, agent, away)
         channel = agent.channel
         if channel.connection is not None and away > micros(KEEPALIVE[1]) and sim.chance.network.random() < 0.5:
             channel.drop()  # its own timer fired before the answer was read

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dlrover.core.membership.liveness import Observations
+from dlrover.core.membership.liveness import Liveness
 from dlrover.protocol.messages.job import (
     Attached,
     Heartbeat,
@@ -52,7 +52,7 @@ class VirtualLines:
         self.current: dict[NodeId, VirtualLine] = {}
         """On which each attached node speaks."""
         self.findings: dict[NodeId, Finding] = {}
-        self.observations = Observations(master.time.now())
+        self.observations = Liveness(master.time.now())
 
     def get(self, connection: VirtualStream) -> VirtualLine | None:
         """None: it was ended here, or never begun."""

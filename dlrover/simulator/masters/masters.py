@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from dlrover.simulator.masters import oversight
 from dlrover.simulator.masters.journal import VirtualJournal
-from dlrover.simulator.masters.master import FENCE_PERIOD, CrashPoint, VirtualMaster
+from dlrover.simulator.masters.master import FENCE_PERIOD, VirtualMaster
+from dlrover.simulator.masters.turning import CrashPoint
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import span
 

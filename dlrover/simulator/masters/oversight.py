@@ -24,13 +24,14 @@ from dlrover.protocol.messages.job import (
 from dlrover.simulator.truth.invariants import Touched, Violation, check_command, check_in_full, is_joined, is_stale
 
 if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import TurnWork, VirtualMaster
+    from dlrover.simulator.masters.inbox import VirtualWork
+    from dlrover.simulator.masters.master import VirtualMaster
     from dlrover.simulator.simulation import Simulation
 
 NUM_KEPT_WORLDS = 100
 
 
-def stage(sim: Simulation, master: VirtualMaster, work: TurnWork, now: Micros) -> int:
+def stage(sim: Simulation, master: VirtualMaster, work: VirtualWork, now: Micros) -> int:
     """The one way into the core; raises `Rejected`, after a look at whether that left no trace."""
     job, command, origin = master.job, cast(Command, work.body), work.origin
     state = job.state
@@ -144,7 +145,10 @@ def check_restored(sim: Simulation, job: Job, durable: bytes | None) -> None:
         raise Violation(
             "I5", f"the journal has {sim.masters.journal.last_number} records, the replay gave {job.number}"
         )
-    for node, sender in job.state.senders.by_node.items():  # what was answered is durable, whenever the master died
+    for (
+        node,
+        sender,
+    ) in job.state.replay_guard.by_node.items():  # what was answered is durable, whenever the master died
         answered = sim.ledger.answered.get((node, sender.incarnation), 0)
         if answered > sender.highest:
             raise Violation("I5", f"command {answered} of node {node} was answered, and {sender.highest} is known")

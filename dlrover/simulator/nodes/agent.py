@@ -1,47 +1,80 @@
 """
-A virtual agent: behaves towards the master as the real one does, with workers that cost nothing.
+A virtual agent: the shipped decisions of an agent, beside workers, a stream and a clock that cost nothing.
 
-It follows the newest wish, keeps one stream to the master that heals itself, repeats what was never answered under its
-old number, gives its life up when the master has, and kills its workers first when it wakes up too late. What the real
-agent does in `dlrover/agent/agent.py` and `dlrover/agent/workers/driver.py` is done here, event by event. Each part of it keeps
-its own state: the stream (`channel.py`), what waits for an answer (`outbox.py`), wishes, workers, sleep and departure.
+What it does is decided in `dlrover/agent/decisions`, as on a real node; here its acts become events. Around them: the stream
+that heals itself (`channel.py`), what waits for an answer (`outbox.py`), the workers (`workers.py`), sleep, and departure.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from msgspec.structs import replace
 
-from dlrover.protocol.messages.check import ExitClass, ReportCheck
+from dlrover.agent.decisions.acts import (
+    Act,
+    AskFailover,
+    BindPort,
+    Depart,
+    DropOffer,
+    EnterWhenStopped,
+    Interrupted,
+    KillWorkers,
+    Note,
+    OfferPort,
+    Reattach,
+    StartCheck,
+    StartWorkers,
+    StopCheck,
+    StopWorkers,
+    TellMaster,
+    Waiting,
+    WarmUp,
+)
+from dlrover.agent.decisions.decisions import AgentDecisions, AgentTerms
+from dlrover.agent.decisions.departure import Departure
+from dlrover.agent.decisions.strategies import FailoverStrategy, told_after
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.messages.check import ExitClass
 from dlrover.protocol.messages.frames import Request
 from dlrover.protocol.messages.job import (
     AgentCommand,
     Attach,
     Attached,
+    Desired,
     Incarnation,
+    Join,
+    JoinCheck,
     JoinRendezvous,
     NodeId,
     NodeRank,
     PlatformId,
     ReportFailure,
-    ReportFinished,
-    StopCause,
 )
-from dlrover.simulator.faults.departure import EXIT_FAILED, Departure
 from dlrover.simulator.faults.network import VirtualLink
 from dlrover.simulator.faults.sleep import Sleep
 from dlrover.simulator.nodes.channel import VirtualChannel
+from dlrover.simulator.nodes.leaving import VirtualLeaving
 from dlrover.simulator.nodes.outbox import VirtualOutbox
-from dlrover.simulator.nodes.wishes import Wishes
 from dlrover.simulator.nodes.workers import Workers
+from dlrover.simulator.truth import worlds
 from dlrover.simulator.truth.saves import is_of_saves
 from dlrover.simulator.truth.store import is_of_the_store
 from dlrover.simulator.truth.syncs import is_of_syncs
+from dlrover.simulator.virtual_time import SECOND, span
 
 if TYPE_CHECKING:
     from dlrover.simulator.nodes.checks import CheckGroup
     from dlrover.simulator.simulation import Simulation
+
+THINKING = (0.0, 5.0)
+"""Seconds that an extension takes to say what shall follow a failure."""
+STRATEGY_WEIGHTS = (80, 10, 9, 1)
+"""In the order of `FailoverStrategy`."""
+SAME_PORT_ODDS = 0.05
+LOST_PORT_ODDS = 0.05
+LOSING = (0.1, 20.0)
+"""Seconds after a join until the offered port turns out to be taken."""
 
 
 class VirtualNode:
@@ -86,92 +119,178 @@ class VirtualAgent:
         node.disturbed_at = simulation.events.now
         self.life = f"{node.number}.{node.num_agents}"
         self.is_alive = True
-        self.id = NodeId(-1)
-        self.rank = NodeRank(-1)
-        self.incarnation = Incarnation(0)
         self.clock_offset = 0
         self.check: CheckGroup | None = None
         """The task of a node check that runs."""
         self.sleep = Sleep(self)
         self.channel = VirtualChannel(self)
         self.outbox = VirtualOutbox(self)
-        self.wishes = Wishes(self)
         self.workers = Workers(self)
-        self.departure = Departure(self)
+        self.leaving = VirtualLeaving(self)
+        identity = Attach(
+            launch=f"launch-{node.number}",
+            host=f"host-{node.number}",
+            terms=simulation.terms,
+            local_world_size=simulation.shape.local_world_size,
+            node_rank=None if node.rank is None else NodeRank(node.rank),
+            life=self.life,
+            platform_node=node.platform_id,
+        )
+        shape = simulation.shape
+        self.is_warm = not shape.has_warm_up
+        self._waits_to_enter: Join | JoinCheck | None = None
+        """Until workers and node check have stopped."""
+        terms = AgentTerms(lease=shape.detection.lease, has_failover=shape.has_failover)
+        self.decisions = AgentDecisions(identity, self.workers, terms, is_warm=self.is_warm)
+        self.me = self.decisions.membership
         self.channel.seek(0)
 
     # Who it is.
 
     @property
+    def id(self) -> NodeId:
+        return self.me.node
+
+    @property
+    def rank(self) -> NodeRank:
+        return self.me.node_rank
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.me.incarnation
+
+    @property
     def can_speak(self) -> bool:
         """Whether it is attached in a life that the master knows, and stays."""
-        return self.channel.is_attached and not self.departure.has_begun and self.incarnation > 0
+        return self.channel.is_attached and not self.me.is_leaving and self.me.incarnation > 0
+
+    # What reaches it.
 
     def presentation(self) -> Request:
-        attach = Attach(
-            launch=f"launch-{self.node.number}",
-            host=f"host-{self.node.number}",
-            terms=self.sim.terms,
-            local_world_size=self.sim.shape.local_world_size,
-            node_rank=None if self.node.rank is None else NodeRank(self.node.rank),
-            incarnation=self.incarnation,
-            running_round=self.workers.claimed_round(),
-            is_finished=self.workers.finished_round > 0,
-            life=self.life,
-            master_epoch=self.channel.master_epoch,
-            world=self.workers.claimed_world(),
-            former_rank=self.rank if self.rank >= 0 else None,
-            platform_node=self.node.platform_id,
-        )
-        return Request(id=0, body=attach)
+        attach = self.decisions.presentation()
+        return Request(id=0, body=replace(attach, master_epoch=self.channel.master_epoch))
 
     def attached(self, attached: Attached) -> None:
-        if self.incarnation and attached.incarnation != self.incarnation and not self.departure.has_begun:
-            self._forget_former_life()
         is_renamed = self.rank not in (-1, attached.node_rank)
-        self.id, self.rank, self.incarnation = attached.node, attached.node_rank, attached.incarnation
+        former = self.incarnation
+        self.do(self.decisions.attached(attached))
+        if former not in (0, attached.incarnation):
+            worlds.life_began(self)
         if is_renamed:
             self.sim.ledger.rename(self)
         self.clock_offset = attached.now - self.sim.events.now
         self.sim.machines.attached(self)
-        self.departure.attached()
+        self.leaving.attached()
+
+    def take(self, desired: Desired) -> None:
+        if self.decisions.take(desired):
+            self.follow()
+
+    def leave(self, departure: Departure) -> None:
+        self.decisions.leave(departure)
+        self.follow()
+
+    def follow(self) -> None:
+        now, since = self.sim.events.now, self.channel.outage_since
+        self.do(self.decisions.follow(now / SECOND, 0.0 if since is None else (now - since) / SECOND))
 
     def refused(self, code: str) -> None:
-        """For good: nobody wants it here."""
+        """For good."""
         self.sim.note(f"{self.node.label} is refused: {code}")
-        self.departure.give_up(EXIT_FAILED)
+        self.decisions.rejected(code, "")
+        self.follow()
 
     def mend(self, command: AgentCommand, code: str) -> None:
         """What a refusal of this command says about the life that we lead."""
-        if self.departure.has_begun:
-            return
-        if isinstance(command, JoinRendezvous) and code == "offer-used":
-            self.sim.note(f"{self.node.label} offered a used port")
-            self.wishes.offer_another(command)
-            return
-        if is_of_the_store(command) or is_of_saves(command):
+        if self.me.is_leaving or is_of_the_store(command) or is_of_saves(command):
             return
         if is_of_syncs(command):
             self.sim.syncs.refused(self, command)
             return
-        assert isinstance(command, JoinRendezvous | ReportFailure | ReportFinished | ReportCheck), "nothing to mend"
-        if command.incarnation != self.incarnation or not self.incarnation:
-            return
-        if code == "wrong-sender" and command.node != self.id:
-            self.outbox.tell(replace(command, node=self.id))
-            return
-        is_failure_untold = isinstance(command, ReportFailure) and code not in ("too-old", "unknown-round")
-        if code == "stale-incarnation" or is_failure_untold:
-            self._forget_former_life()
-            self.incarnation = Incarnation(0)
-            self.channel.drop()
-        elif isinstance(command, ReportFinished):
-            self.channel.drop()
+        if code == ErrorCode.OFFER_USED:
+            self.sim.note(f"{self.node.label} offered a used port")
+        self.do(self.decisions.mend(command, code))
 
-    def _forget_former_life(self) -> None:
-        self.workers.want_none(StopCause.FAILURE)
-        self.sim.checks.leave(self)
-        self.wishes.forget()
+    # What it does.
+
+    def do(self, acts: list[Act]) -> None:
+        for act in acts:
+            match act:
+                case StartWorkers(world=world):
+                    self.workers.want(world)
+                case StopWorkers(cause=cause, is_patient=is_patient):
+                    self.workers.want_none(cause, is_patient=is_patient)
+                case KillWorkers():
+                    self.workers.kill()
+                case StartCheck(check=check):
+                    self.sim.checks.enter(self, check.world)
+                case StopCheck():
+                    self.sim.checks.leave(self)
+                case OfferPort(join=join):
+                    self.do(self.decisions.joining.offer(join))
+                case BindPort(join=join):
+                    self.do(self.decisions.joining.offered(join, self._bind()))
+                case TellMaster(command=command):
+                    self._tell(command)
+                case Reattach():
+                    self.channel.drop()
+                case Depart(departure=departure):
+                    self.leaving.go(departure)
+                case DropOffer() | Interrupted() | Waiting() | Note():
+                    pass
+                case WarmUp():
+                    low, high = self.sim.shape.costs.first_start
+                    self.sim.events.after(span(self.sim.chance.nodes, low, high), self._warmed_up)
+                case EnterWhenStopped(join=join):
+                    self._waits_to_enter = join
+                    self.workers_stopped()
+                case AskFailover(report=report):
+                    self.sim.events.after(span(self.sim.chance.nodes, *THINKING), self._decide_failover, report)
+                case _:
+                    assert_never(act)
+
+    def _warmed_up(self, _: None = None) -> None:
+        if self.is_alive and not self.sleep.puts_off(self._warmed_up, None):
+            self.is_warm = True
+            self.do(self.decisions.joining.warmed_up())
+
+    def workers_stopped(self) -> None:
+        """What runs equals what is wanted."""
+        join = self._waits_to_enter
+        if join is not None and self.workers.is_settled:
+            self._waits_to_enter = None
+            self.do(self.decisions.joining.stopped(join))
+
+    def _decide_failover(self, report: ReportFailure) -> None:
+        """The extension of the user has made up its mind."""
+        if not self.is_alive or self.sleep.puts_off(self._decide_failover, report):
+            return
+        (strategy,) = self.sim.chance.nodes.choices(list(FailoverStrategy), STRATEGY_WEIGHTS)
+        if strategy is FailoverStrategy.NODE_FAILOVER:
+            self.sim.ledger.fail_node(self.node.fleet_rank)
+        self.sim.ledger.num_aborted += strategy is FailoverStrategy.ABORTION_FAILOVER
+        self.do(self.decisions.decided(told_after(report, strategy)))
+
+    def _tell(self, command: AgentCommand) -> None:
+        if isinstance(command, JoinRendezvous):
+            worlds.node_joins(self)
+        self.outbox.tell(command)
+        if isinstance(command, JoinRendezvous) and self.sim.chance.nodes.random() < LOST_PORT_ODDS:
+            self.sim.events.after(span(self.sim.chance.nodes, *LOSING), self._join_again, command)
+
+    def _bind(self) -> str:
+        """Ports are new, but now and then the kernel gives the last one again. Without its journal no master could tell."""
+        is_same = self.sim.chance.nodes.random() < SAME_PORT_ODDS and not self.sim.ledger.has_lost_journal
+        if not is_same or not self.node.num_ports:
+            self.node.num_ports += 1
+        return f"host-{self.node.number}:{self.node.num_ports}"
+
+    def _join_again(self, join: JoinRendezvous) -> None:
+        """As an agent of another version may do whose port was taken: the master has to bear it."""
+        is_same_life = self.is_alive and (self.id, self.incarnation) == (join.node, join.incarnation)
+        if is_same_life and self.decisions.joining.is_offered(join.offer) and not self.me.is_leaving:
+            self.node.num_ports += 1
+            self.outbox.tell(replace(join, offer=f"host-{self.node.number}:{self.node.num_ports}"))
 
     # Its end.
 

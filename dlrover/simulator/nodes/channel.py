@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlrover.agent.decisions.decisions import AgentTerms
 from dlrover.protocol.messages.frames import Answer, Push, Refusal
 from dlrover.protocol.messages.job import Attached, Desired
 from dlrover.simulator.faults.network import CLOSE, KEEPALIVE, PULSE, Downward, VirtualStream
-from dlrover.simulator.virtual_time import SECOND, span
+from dlrover.simulator.virtual_time import SECOND, micros, span
 
 if TYPE_CHECKING:
     from dlrover.simulator.nodes.agent import VirtualAgent
 
 ATTACH_TIMEOUT = 30 * SECOND
+MASTER_GRACE = micros(AgentTerms().master_grace)
+PATIENCE_WHEN_FINISHED = micros(AgentTerms().finished)
 LONGEST_PAUSE = 2.0
 """Seconds between two attempts to connect, at most."""
 FIRST_PAUSE = 0.02
@@ -92,13 +95,29 @@ class VirtualChannel:
         agent = self._agent
         if self.is_attached or self.outage_since is None:
             self.outage_since = self._sim.events.now
-            agent.departure.plan_outage_check()
+            self.plan_outage_check()
         self.is_attached = False
         agent.outbox.detached()
-        if agent.is_alive and not agent.departure.is_closing():
+        if agent.is_alive and not agent.leaving.is_closed:
             pause = span(self._sim.chance.network, 0.0, self._envelope)
             self._envelope = min(2 * self._envelope, LONGEST_PAUSE)
             self.seek(pause)
+
+    def plan_outage_check(self) -> None:
+        """How long the master is away is the one fact that no event announces."""
+        is_finished = self._agent.decisions.finished_round > 0
+        self._sim.events.after((PATIENCE_WHEN_FINISHED if is_finished else MASTER_GRACE) + 1, self._check_outage)
+
+    def _check_outage(self, _: None = None) -> None:
+        is_away = self._agent.is_alive and self.outage_since is not None
+        if is_away and not self._agent.sleep.puts_off(self._check_outage, None):
+            self._agent.follow()
+
+    def is_overdue(self) -> bool:
+        """Without a master for longer than its agent may stay."""
+        is_awake = self._agent.sleep.since is None and not self._agent.me.is_leaving
+        now, since = self._sim.events.now, self.outage_since
+        return is_awake and since is not None and now - since > MASTER_GRACE + SECOND
 
     # Signs of life.
 
@@ -164,7 +183,7 @@ class VirtualChannel:
         self._agent.attached(attached)
         self._desired_number = attached.desired.number
         self._agent.outbox.send_all()
-        self._agent.wishes.take(attached.desired)
+        self._agent.take(attached.desired)
 
     def _take(self, desired: Desired) -> None:
         if desired.master_epoch < self.master_epoch:
@@ -172,4 +191,4 @@ class VirtualChannel:
         self.master_epoch = desired.master_epoch
         if desired.number > self._desired_number:
             self._desired_number = desired.number
-            self._agent.wishes.take(desired)
+            self._agent.take(desired)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dlrover.protocol.messages.check import ExitClass, ReportCheck
-from dlrover.protocol.messages.job import WorldSpec
+from dlrover.protocol.messages.job import Round, WorldSpec
 from dlrover.simulator.virtual_time import micros, span
 
 if TYPE_CHECKING:
@@ -43,11 +43,12 @@ class CheckRuns:
 
     def __init__(self, simulation: Simulation) -> None:
         self._sim = simulation
-        self._groups: dict[str, CheckGroup] = {}
+        self._groups: dict[tuple[Round, str], CheckGroup] = {}
+        """By round and coordinator: an agent that restarts may get the port of its former check again."""
 
     def enter(self, agent: VirtualAgent, world: WorldSpec) -> None:
         chance = self._sim.chance.nodes
-        group = self._groups.setdefault(world.coordinator, CheckGroup(world))
+        group = self._groups.setdefault((world.round, world.coordinator), CheckGroup(world))
         group.members.append(agent)
         agent.check = group
         if len(group.members) < world.group_world_size:
@@ -74,7 +75,7 @@ class CheckRuns:
 
     def _end(self, group: CheckGroup) -> None:
         group.is_over = True
-        del self._groups[group.world.coordinator]
+        del self._groups[group.world.round, group.world.coordinator]
         is_complete = not group.is_late and all(
             member.check is group and member.sleep.since is None for member in group.members
         )

@@ -2,7 +2,7 @@
 A platform from which the job itself asks its nodes, and the part of a master that talks to it.
 
 The cloud lives on while masters come and go: it keeps every id it ever heard of, refuses what an older master wants, and
-shows what exists by lists and events. A keeper belongs to one life of a master and dies with it, but not what it has sent.
+shows what exists by lists and events. A driver belongs to one life of a master and dies with it, but not what it has sent.
 Calls are slow, answers get lost, events come late or twice, and now and then nobody can be reached at all.
 """
 
@@ -60,7 +60,7 @@ Intent = LaunchNode | RemoveNode
 class CloudNode:
     """One launch that the cloud took."""
 
-    __slots__ = ("exit_code", "exit_reason", "has_ended", "is_going", "launch", "node", "phase")
+    __slots__ = ("exit_code", "exit_reason", "has_ended", "is_going", "is_ours", "launch", "node", "phase")
 
     def __init__(self, launch: LaunchNode) -> None:
         self.launch = launch
@@ -70,6 +70,8 @@ class CloudNode:
         self.node: VirtualNode | None = None
         self.is_going = False
         """Somebody asked for its removal, or it is being taken away."""
+        self.is_ours = False
+        """The job asked for its removal."""
         self.has_ended = False
         """Of one without an agent: its program has ended, whether or not the platform has noticed."""
 
@@ -96,7 +98,7 @@ class CloudNode:
         )
 
 
-class CloudKeeper:
+class CloudDriver:
     """Of one life of a master."""
 
     def __init__(self, master: VirtualMaster, now: int) -> None:
@@ -108,6 +110,8 @@ class CloudKeeper:
         """Number of the newest watch."""
         self.is_watching = False
         self.shown_at = now
+        self.ledger_version = -1
+        """As last read, where there is a ledger."""
 
 
 class VirtualCloud(NodeSource):
@@ -122,7 +126,7 @@ class VirtualCloud(NodeSource):
         """Every id that was ever heard of."""
         self.is_away = False
         """Nobody can reach it."""
-        self.keeper: CloudKeeper | None = None
+        self.driver: CloudDriver | None = None
         self._num_words = 0
         self._num_calls = 0
         self.launching: dict[PlatformId, LaunchNode] = {}
@@ -132,140 +136,140 @@ class VirtualCloud(NodeSource):
     @property
     def num_pending(self) -> int:
         num_moving = sum(node.is_going or node.phase is NodePhase.PENDING for node in self.nodes.values())
-        num_open = 0 if self.keeper is None else len(self.keeper.lanes)
+        num_open = 0 if self.driver is None else len(self.driver.lanes)
         return num_moving + num_open + self._num_words + self._num_calls
 
     def begin(self) -> None:
-        self.sim.beside.begin(self)
+        self.sim.agentless.begin(self)
 
-    # The keeper.
+    # The driver.
 
     def serve(self, master: VirtualMaster) -> None:
         """A master has begun."""
-        keeper = self.keeper = CloudKeeper(master, self.sim.events.now)
-        self._say(keeper, DefineFleet(spec=self.spec))
-        self._watch_soon(keeper, 0.0, 1.0)
+        driver = self.driver = CloudDriver(master, self.sim.events.now)
+        self._say(driver, DefineFleet(spec=self.spec))
+        self._watch_soon(driver, 0.0, 1.0)
 
-    def _say(self, keeper: CloudKeeper, word: DefineFleet | NodesListed | NodeChanged | LaunchRefused) -> None:
-        keeper.master.hear(word)
+    def _say(self, driver: CloudDriver, word: DefineFleet | NodesListed | NodeChanged | LaunchRefused) -> None:
+        driver.master.hear(word)
 
     def word_lost(self, master: VirtualMaster, word: Command | Query) -> None:
         """It could not be written. A list repairs whatever was missed."""
-        keeper = self.keeper
-        if keeper is None or keeper.master is not master:
+        driver = self.driver
+        if driver is None or driver.master is not master:
             return
         if isinstance(word, DefineFleet):
-            self.sim.events.after(SECOND, self._say, keeper, word)
-            self._watch_soon(keeper, 1.0, 2.0)
+            self.sim.events.after(SECOND, self._say, driver, word)
+            self._watch_soon(driver, 1.0, 2.0)
         elif isinstance(word, NodesListed | NodeChanged | LaunchRefused):
             if isinstance(word, LaunchRefused):
-                keeper.told.pop(word.node, None)
-            self._watch_soon(keeper, 0.5, 5.0)
+                driver.told.pop(word.node, None)
+            self._watch_soon(driver, 0.5, 5.0)
 
     def take(self, master: VirtualMaster, intent: Intent) -> None:
         """What the job decided, as soon as it is durable."""
         if isinstance(intent, RemoveNode):
             if intent.id not in self.asked_to_remove:
-                self.sim.beside.check_removal(self.nodes.get(intent.id))
+                self.sim.agentless.check_removal(self.nodes.get(intent.id))
             self.sim.events.after(HEARD, self._check_heard, intent.id, self.sim.events.now)
             self.asked_to_remove[intent.id] = None
         else:
             self.sim.people.check_launch(intent)
-        keeper = self.keeper
-        if keeper is None or keeper.master is not master:
-            keeper = self.keeper = CloudKeeper(master, self.sim.events.now)
-        is_busy = intent.id in keeper.lanes
-        keeper.lanes[intent.id] = intent
+        driver = self.driver
+        if driver is None or driver.master is not master:
+            driver = self.driver = CloudDriver(master, self.sim.events.now)
+        is_busy = intent.id in driver.lanes
+        driver.lanes[intent.id] = intent
         if not is_busy:
-            self._call(keeper, intent)
+            self._call(driver, intent)
 
-    def _call(self, keeper: CloudKeeper, intent: Intent) -> None:
-        if not keeper.master.is_alive or self.keeper is not keeper:
+    def _call(self, driver: CloudDriver, intent: Intent) -> None:
+        if not driver.master.is_alive or self.driver is not driver:
             return
-        if keeper.master.is_stalled:
-            self.sim.events.after(SECOND, self._call, keeper, keeper.lanes[intent.id])
+        if driver.master.is_stalled:
+            self.sim.events.after(SECOND, self._call, driver, driver.lanes[intent.id])
             return
         self._num_calls += 1
         if isinstance(intent, LaunchNode):
             self.launching[intent.id] = intent
-        self.sim.events.after(span(self.sim.chance.platform, *CALL), self._arrive, keeper, intent, RETRY[0])
+        self.sim.events.after(span(self.sim.chance.platform, *CALL), self._arrive, driver, intent, RETRY[0])
 
-    def _arrive(self, keeper: CloudKeeper, intent: Intent, pause: float) -> None:
+    def _arrive(self, driver: CloudDriver, intent: Intent, pause: float) -> None:
         """The call is at the cloud, whatever became of who sent it."""
         self._num_calls -= 1
         if isinstance(intent, LaunchNode):
             self.launching.pop(intent.id, None)
         refusal = "the cloud cannot be reached" if self.is_away else self._apply(intent)
-        if not keeper.master.is_alive or self.keeper is not keeper:
+        if not driver.master.is_alive or self.driver is not driver:
             return
-        if keeper.lanes.get(intent.id) is not intent:
-            self._call(keeper, keeper.lanes[intent.id])
+        if driver.lanes.get(intent.id) is not intent:
+            self._call(driver, driver.lanes[intent.id])
             return
         is_unheard = not refusal and self.sim.chance.platform.random() < LOST_ANSWER_ODDS
         if not refusal and not is_unheard:
-            del keeper.lanes[intent.id]
+            del driver.lanes[intent.id]
             return
-        told, told_at = keeper.told.get(intent.id, ("", 0))
+        told, told_at = driver.told.get(intent.id, ("", 0))
         is_news = refusal != told or self.sim.events.now - told_at >= micros(REFUSAL_COUNTS / 2)
         if refusal and isinstance(intent, LaunchNode) and is_news:
-            keeper.told[intent.id] = (refusal, self.sim.events.now)
-            self._say(keeper, LaunchRefused(node=intent.id, reason=refusal))
+            driver.told[intent.id] = (refusal, self.sim.events.now)
+            self._say(driver, LaunchRefused(node=intent.id, reason=refusal))
         delay = span(self.sim.chance.platform, pause / 2, pause)
         self._num_calls += 1
-        self.sim.events.after(delay, self._try_again, keeper, intent, min(2 * pause, RETRY[1]))
+        self.sim.events.after(delay, self._try_again, driver, intent, min(2 * pause, RETRY[1]))
 
-    def _try_again(self, keeper: CloudKeeper, intent: Intent, pause: float) -> None:
-        if not keeper.master.is_alive or self.keeper is not keeper:
+    def _try_again(self, driver: CloudDriver, intent: Intent, pause: float) -> None:
+        if not driver.master.is_alive or self.driver is not driver:
             self._num_calls -= 1
             return
-        newest = keeper.lanes[intent.id]
+        newest = driver.lanes[intent.id]
         if isinstance(newest, LaunchNode):
             self.launching[newest.id] = newest
-        self.sim.events.after(span(self.sim.chance.platform, *CALL), self._arrive, keeper, newest, pause)
+        self.sim.events.after(span(self.sim.chance.platform, *CALL), self._arrive, driver, newest, pause)
 
-    def _watch_soon(self, keeper: CloudKeeper, low: float, high: float) -> None:
+    def _watch_soon(self, driver: CloudDriver, low: float, high: float) -> None:
         """End the watch that runs and begin another, with a full list."""
-        keeper.watch += 1
-        keeper.is_watching = False
-        self.sim.events.after(span(self.sim.chance.platform, low, high), self._watch, keeper, keeper.watch)
+        driver.watch += 1
+        driver.is_watching = False
+        self.sim.events.after(span(self.sim.chance.platform, low, high), self._watch, driver, driver.watch)
 
-    def _watch(self, keeper: CloudKeeper, watch: int) -> None:
-        if self.keeper is not keeper or keeper.watch != watch or not keeper.master.is_alive or self.sim.is_over:
+    def _watch(self, driver: CloudDriver, watch: int) -> None:
+        if self.driver is not driver or driver.watch != watch or not driver.master.is_alive or self.sim.is_over:
             return
-        if self.is_away or keeper.master.is_stalled:
-            self._watch_soon(keeper, 1.0, 5.0)
+        if self.is_away or driver.master.is_stalled:
+            self._watch_soon(driver, 1.0, 5.0)
             return
-        keeper.is_watching = True
+        driver.is_watching = True
         nodes = tuple(node.shown() for _, node in sorted(self.nodes.items()))
         next_id = PlatformId(max(self.launches, default=-1) + 1)
-        self._show(keeper, NodesListed(nodes=nodes, master_epoch=self.master_epoch, next_id=next_id))
-        self.sim.events.after(span(self.sim.chance.platform, *RELIST), self._watch_again, keeper, watch)
+        self._show(driver, NodesListed(nodes=nodes, master_epoch=self.master_epoch, next_id=next_id))
+        self.sim.events.after(span(self.sim.chance.platform, *RELIST), self._watch_again, driver, watch)
 
-    def _watch_again(self, keeper: CloudKeeper, watch: int) -> None:
-        if keeper.watch == watch:
-            self._watch_soon(keeper, 0.0, 1.0)
+    def _watch_again(self, driver: CloudDriver, watch: int) -> None:
+        if driver.watch == watch:
+            self._watch_soon(driver, 0.0, 1.0)
 
     def break_watch(self) -> bool:
-        keeper = self.keeper
-        if keeper is None or not keeper.is_watching:
+        driver = self.driver
+        if driver is None or not driver.is_watching:
             return False
-        self._watch_soon(keeper, *RETRY)
+        self._watch_soon(driver, *RETRY)
         return True
 
-    def _show(self, keeper: CloudKeeper, word: NodesListed | NodeChanged) -> None:
+    def _show(self, driver: CloudDriver, word: NodesListed | NodeChanged) -> None:
         """In order, within one watch."""
         chance, events = self.sim.chance.platform, self.sim.events
-        keeper.shown_at = max(keeper.shown_at, events.now + span(chance, *NEWS))
+        driver.shown_at = max(driver.shown_at, events.now + span(chance, *NEWS))
         self._num_words += 1
-        events.at(keeper.shown_at, self._deliver, keeper, keeper.watch, word)
+        events.at(driver.shown_at, self._deliver, driver, driver.watch, word)
         if isinstance(word, NodeChanged) and chance.random() < REPEATED_ODDS:
             self._num_words += 1
-            events.after(span(chance, *LATE_NEWS), self._deliver, keeper, -1, word)
+            events.after(span(chance, *LATE_NEWS), self._deliver, driver, -1, word)
 
-    def _deliver(self, keeper: CloudKeeper, watch: int, word: NodesListed | NodeChanged) -> None:
+    def _deliver(self, driver: CloudDriver, watch: int, word: NodesListed | NodeChanged) -> None:
         self._num_words -= 1
-        if self.keeper is keeper and watch in (-1, keeper.watch):
-            self._say(keeper, word)
+        if self.driver is driver and watch in (-1, driver.watch):
+            self._say(driver, word)
 
     # The cloud.
 
@@ -288,11 +292,14 @@ class VirtualCloud(NodeSource):
             return "the quota is used up"
         self.launches[intent.id] = None
         self._check_single(intent)
-        node = self.nodes[intent.id] = CloudNode(intent)
+        self._create(intent)
+        return ""
+
+    def _create(self, launch: LaunchNode) -> None:
+        node = self.nodes[launch.id] = CloudNode(launch)
         self._changed(node, NodeEventKind.ADDED)
         delay = span(self.sim.chance.platform, *self.sim.shape.costs.replacement)
         self.sim.events.after(delay, self._start, node)
-        return ""
 
     def _start(self, cloud_node: CloudNode) -> None:
         launch = cloud_node.launch
@@ -404,11 +411,11 @@ class VirtualCloud(NodeSource):
         return [id_ for id_, node in sorted(self.nodes.items()) if node.phase is NodePhase.RUNNING]
 
     def _changed(self, node: CloudNode, kind: NodeEventKind) -> None:
-        keeper = self.keeper
-        if keeper is not None and keeper.is_watching and keeper.master.is_alive and not self.is_away:
-            self._show(keeper, NodeChanged(kind=kind, node=node.shown()))
-        elif keeper is not None and keeper.is_watching and self.is_away:
-            self._watch_soon(keeper, 1.0, 5.0)
+        driver = self.driver
+        if driver is not None and driver.is_watching and driver.master.is_alive and not self.is_away:
+            self._show(driver, NodeChanged(kind=kind, node=node.shown()))
+        elif driver is not None and driver.is_watching and self.is_away:
+            self._watch_soon(driver, 1.0, 5.0)
 
     def _check_single(self, launch: LaunchNode) -> None:
         """A second node of a rank is brought only while one is exchanged for it, or when the first was given up."""
@@ -439,8 +446,13 @@ class VirtualCloud(NodeSource):
         if agent.workers.is_training and is_attached and not is_held_up and not is_disturbed:
             raise Violation("fleet", f"{node.label} shall be removed, and trains on as if nobody had told it")
 
+    def _leaves_by_itself(self, node: CloudNode) -> bool:
+        """Nobody needs to ask for its removal."""
+        return False
+
     def check_removed(self) -> None:
         """Nothing of a job that is over stays behind."""
         for id_ in [*self.nodes, *self.launching]:
-            if id_ not in self.asked_to_remove:
+            is_leaving = id_ in self.nodes and self._leaves_by_itself(self.nodes[id_])
+            if id_ not in self.asked_to_remove and not is_leaving:
                 raise Violation("fleet", f"the job is over, and nobody asked for the removal of node {id_}")

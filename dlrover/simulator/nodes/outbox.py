@@ -93,7 +93,7 @@ class VirtualOutbox:
         if is_known:
             sim.ledger.heard_answer(agent, number)
         self._waiting.pop(number, None)
-        agent.departure.heard(number)
+        agent.leaving.heard(number)
 
     def refused(self, refusal: Refusal) -> None:
         number = refusal.id
@@ -105,7 +105,7 @@ class VirtualOutbox:
             command = self._waiting.pop(number, None)
             if self._sim.data is not None and is_of_data(command):
                 self._sim.data.refused(self._agent, number)
-            elif not self._agent.departure.heard(number) and command is not None:
+            elif not self._agent.leaving.heard(number) and command is not None:
                 self._agent.mend(command, refusal.code)
 
     def _hold(self, number: int, retry_after: float) -> None:

@@ -1,9 +1,8 @@
 """
 The workers of a virtual agent: started for a world, stopped for the next one, with ends of their own.
 
-As `dlrover/agent/workers/driver.py` does, it approaches what is wanted one step at a time: whoever runs for another world is stopped
-first, however often the wish changes meanwhile. How workers ended is reported from here, because what is claimed when
-the agent attaches again, a finished round or a running one, has to fit it.
+As `dlrover/agent/workers/driver.py` does, it approaches what is wanted one step at a time: workers of another world are stopped
+first, however often the wish changes meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dlrover.protocol.messages.job import (
     FailureKind,
     Micros,
     ReportFailure,
-    ReportFinished,
     Round,
     StopCause,
     WorkerFailure,
@@ -26,6 +24,8 @@ from dlrover.simulator.virtual_time import SECOND, span
 if TYPE_CHECKING:
     from dlrover.simulator.nodes.agent import VirtualAgent
 
+PATIENCE = (0.0, 1.0)
+"""Seconds for workers to fail as the others did, before they are stopped."""
 LATE_FAILURE_ODDS = 0.02
 """How often workers that are being stopped turn out to have failed by themselves."""
 
@@ -55,26 +55,42 @@ class Workers:
         self.group: VirtualGroup | None = None
         self._target: WorldSpec | None = None
         self._cause = StopCause.MEMBERSHIP
+        self._is_patient = False
         self._num_groups = 0
-        self._world: WorldSpec | None = None
-        """Of the newest workers that were started."""
-        self.finished_round = Round(0)
-        self.finished_at = 0
 
     # What is wanted.
+
+    @property
+    def running_round(self) -> Round:
+        return self.group.world.round if self.group is not None else Round(0)
 
     @property
     def is_wanted(self) -> bool:
         return self._target is not None
 
+    @property
+    def is_settled(self) -> bool:
+        return self._target is (None if self.group is None else self.group.world)
+
+    @property
+    def is_patient(self) -> bool:
+        return self._is_patient and not self.is_settled
+
     def want(self, world: WorldSpec) -> None:
-        self.finished_round = Round(0)
         self._target = world
         self._approach()
 
-    def want_none(self, cause: StopCause) -> None:
+    def want_none(self, cause: StopCause, *, is_patient: bool = False) -> None:
         self._target, self._cause = None, cause
+        self._is_patient = is_patient and self._may_be_mistaken()
         self._approach()
+
+    def _may_be_mistaken(self) -> bool:
+        """Whether the script may have a mistake, as `WorkerGroup` sees it."""
+        group = self.group
+        if group is None or group.world.round != 1 or self._sim.shape.restarts.max_restarts is not None:
+            return False
+        return self._sim.training.step(group.world.coordinator) is None
 
     def _approach(self) -> None:
         group = self.group
@@ -86,10 +102,10 @@ class Workers:
 
     def _begin_start(self, world: WorldSpec) -> None:
         costs, chance = self._sim.shape.costs, self._sim.chance.nodes
-        self._world = world
         group = self.group = VirtualGroup(world, self._sim.events.now)
         worlds.workers_starting(self._sim, self._agent, world)
-        low, high = costs.worker_start if self._num_groups else costs.first_start
+        is_cold = not self._num_groups and not self._sim.shape.has_warm_up
+        low, high = costs.first_start if is_cold else costs.worker_start
         self._num_groups += 1
         duration = span(chance, low, high)
         self._sim.events.after(duration * 20 if self._agent.node.is_slow else duration, self._end_start, group)
@@ -110,20 +126,23 @@ class Workers:
             worlds.workers_ended(self._sim, self._agent, group, kind)
         is_stubborn = chance.random() < 0.05
         duration = span(chance, *(costs.stubborn_stop if is_stubborn else costs.stop)) if group.is_up else 1000
+        if self._is_patient:
+            duration += span(chance, *PATIENCE)
         self._sim.events.after(duration, self._end_stop, group)
 
     def _end_stop(self, group: VirtualGroup) -> None:
         if self.group is not group or self._agent.sleep.puts_off(self._end_stop, group):
             return
         self.group = None
-        departure = self._agent.departure
+        is_leaving = self._agent.me.is_leaving
         is_late = group.is_up and group.finishes_at is None and self._cause is StopCause.FAILURE
-        if is_late and not departure.has_begun and self._sim.chance.nodes.random() < LATE_FAILURE_ODDS:
+        if is_late and not is_leaving and self._sim.chance.nodes.random() < LATE_FAILURE_ODDS:
             self._sim.ledger.charge(self._agent)
             self._report(group, FailureKind.EXCEPTION, "late")
-        if departure.has_begun:
-            departure.go_when_stopped()
+        if is_leaving:
+            self._agent.leaving.go_when_stopped()
         self._approach()
+        self._agent.workers_stopped()
 
     # What becomes of them.
 
@@ -134,14 +153,12 @@ class Workers:
             return
         if agent.sleep.puts_off(self.finish, coordinator):
             return
-        round_ = group.world.round
         group.finishes_at = now
-        self.finished_round, self.finished_at = round_, now
         step = self._sim.training.step(coordinator)
         self.want_none(StopCause.END_OF_JOB)
-        agent.outbox.tell(ReportFinished(node=agent.id, incarnation=agent.incarnation, round=round_, step=step))
+        agent.do(agent.decisions.finished(group.world.round, step, now / SECOND))
         if agent.channel.outage_since is not None:
-            agent.departure.plan_outage_check()
+            agent.channel.plan_outage_check()
 
     def fail(self, kind: FailureKind, traceback: str = "") -> bool:
         """A worker ends badly. Returns whether there was one."""
@@ -149,9 +166,16 @@ class Workers:
         if not self._agent.is_alive or group is None or not group.is_up or group.is_stopping:
             return False
         self._target, self._cause = None, StopCause.FAILURE
+        self._is_patient = self._may_be_mistaken()
         self._report(group, kind, traceback)
         self._begin_stop(group, kind)
         return True
+
+    def kill(self) -> None:
+        """They run for an agent that slept too long."""
+        if self.is_training:
+            self._sim.ledger.charge(self._agent)
+            self.fail(FailureKind.STOPPED_BY_US)
 
     def lose_peer(self, coordinator: str) -> None:
         """A collective fails because a worker of another node is gone."""
@@ -178,16 +202,15 @@ class Workers:
             message=kind.value,
             traceback=traceback,
         )
-        agent.outbox.tell(
-            ReportFailure(
-                node=agent.id,
-                incarnation=agent.incarnation,
-                round=group.world.round,
-                failures=(failure,),
-                step=self._sim.training.step(group.world.coordinator),
-                lived=(now - group.started_at) / SECOND,
-            )
+        report = ReportFailure(
+            node=agent.id,
+            incarnation=agent.incarnation,
+            round=group.world.round,
+            failures=(failure,),
+            step=self._sim.training.step(group.world.coordinator),
+            lived=(now - group.started_at) / SECOND,
         )
+        agent.do(agent.decisions.failed(report))
 
     # What is known of them.
 
@@ -204,13 +227,3 @@ class Workers:
     def told_step(self) -> int | None:
         """What the newest heartbeat said."""
         return None if self.group is None else self._sim.training.step(self.group.world.coordinator)
-
-    def claimed_round(self) -> Round:
-        """What runs here, or has finished here."""
-        running = self.group.world.round if self.group is not None else Round(0)
-        return max(running, self.finished_round)
-
-    def claimed_world(self) -> WorldSpec | None:
-        """That of the claimed round, if it is known still."""
-        world = self._world
-        return world if world is not None and world.round == self.claimed_round() else None

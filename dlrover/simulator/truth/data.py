@@ -23,7 +23,6 @@ from msgspec import Struct
 
 from dlrover.core.commit_order import walk
 from dlrover.core.data.audit import Audit
-from dlrover.core.data.books import state_for_manifest
 from dlrover.core.data.checkpoint_text import write_states
 from dlrover.core.data.commands import new_dataset
 from dlrover.core.data.dataset import Dataset
@@ -435,7 +434,7 @@ class DataTraffic:
         """The ranks of a round have told their model: it and the books must fit."""
         assert isinstance(command, RestoreAgreed), "no model is told by anything else"
         self._check_fits(job.state.data.datasets[self._spec.name], self._models[command.round])
-        if not state_for_manifest(job.state, command.step + 1, command.round):
+        if not job.state.data.state_for_manifest(command.step + 1, command.round):
             raise Violation(
                 "I3", f"the ranks went back to step {command.step}, and their next checkpoint has no data state"
             )

@@ -23,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover.core.checkpoints.commits import NewestCommit
+from dlrover.core.checkpoints.state import NewestCommit
 from dlrover.core.desired import wish_of
 from dlrover.core.job import Job
-from dlrover.core.membership.rendezvous import Opening, Rendezvous
+from dlrover.core.membership.nodes import Opening
+from dlrover.core.membership.rendezvous import Rendezvous
 from dlrover.core.outcome import Origin
 from dlrover.protocol.messages.fleet import (
     DefineFleet,
@@ -36,6 +37,7 @@ from dlrover.protocol.messages.fleet import (
     NodePhase,
     NodesListed,
     PsReady,
+    RestartJob,
     ResumeJob,
     ScaleJob,
     ScaleReplicas,
@@ -115,6 +117,7 @@ _OF_NO_NODE = (
     Attach,
     DeadlinePassed,
     StopJob,
+    RestartJob,
     ScaleJob,
     DefineFleet,
     NodesListed,
@@ -277,7 +280,7 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
         case ExitReason.COMPLETED:
             if sim.training.best_step < sim.shape.num_steps:
                 return f"the job completed at step {sim.training.best_step} of {sim.shape.num_steps}"
-            return sim.beside.explain_completion()
+            return sim.agentless.explain_completion()
         case ExitReason.RENDEZVOUS_TIMEOUT | ExitReason.NOT_ENOUGH_NODES:
             if calm > sim.bound and (sim.shape.is_one_world or sim.machines.has_enough()):
                 return f"the job gave up, although all was well for {calm / SECOND:.0f} s: {end.message}"
@@ -297,7 +300,7 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
             if not sim.ledger.node_failures and not sim.ledger.num_lost_nodes:
                 return f"no node was lost and none had failed: {end.message}"
         case ExitReason.STOPPED_BY_USER:
-            return f"nobody stopped the job: {end.message}"
+            return None if sim.ledger.num_aborted else f"nobody stopped the job: {end.message}"
         case _ if end.first_failure is not None:
             rank = end.first_failure.node_rank
             if policy.max_restarts is not None and end.reason is not ExitReason.WORKER_ERROR:
@@ -380,8 +383,16 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
         wish = node.desired.wish
         running = 0 if agent.workers.group is None else agent.workers.group.world.round
         wanted = wish.world.round if isinstance(wish, Run) else 0
-        if running != wanted and not agent.workers.finished_round:
+        if running != wanted and not agent.decisions.finished_round:
             return f"{agent.node.label} runs round {running} and shall run round {wanted}"
+    return None
+
+
+def _agents_give_up(sim: Simulation, job: Job) -> str | None:
+    """Without a master for longer than they may stay."""
+    for node in sim.machines.nodes:
+        if node.agent is not None and node.agent.channel.is_overdue():
+            return f"{node.label} stays without a master"
     return None
 
 
@@ -400,7 +411,7 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
 
 def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
     is_settled = job.end is None and sim.troubles.calm_for() > sim.bound and not sim.people.want_pause
-    return sim.beside.check_calm(job) if is_settled else None
+    return sim.agentless.check_calm(job) if is_settled else None
 
 
 def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
@@ -438,6 +449,7 @@ IN_FULL: list[tuple[str, Check]] = [
     ("I5", _snapshot_is_the_state),
     ("goodput", _time_is_accounted_for),
     ("I8", _agents_obey),
+    ("I8", _agents_give_up),
     ("fleet", _intents_are_done),
     ("servers", _servers_are_settled),
     ("I8", _calm_brings_progress),

@@ -41,6 +41,8 @@ class Ledger:
         """Highest sequence applied of each life."""
         self.answered: dict[tuple[NodeId, Incarnation], int] = {}
         """Highest sequence whose answer its sender has heard."""
+        self.num_aborted = 0
+        """How often an extension of the user wanted the job to end."""
         self.num_commands = 0
         self.num_alarms = 0
         """Nodes that were given up, and workers that were killed for having slept too long."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from dlrover.core.checkpoints.commits import NewestCommit
+from dlrover.core.checkpoints.state import NewestCommit
 from dlrover.core.job import Job
 from dlrover.protocol.messages.checkpoint import (
     AwaitSaveDuties,

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlrover.agent.decisions.decisions import AgentTerms
 from dlrover.protocol.messages.job import FailureKind, WorldSpec
-from dlrover.simulator.faults.departure import MASTER_GRACE
 from dlrover.simulator.truth.invariants import Violation
-from dlrover.simulator.virtual_time import SECOND, span
+from dlrover.simulator.virtual_time import SECOND, micros, span
 
 if TYPE_CHECKING:
     from dlrover.simulator.nodes.agent import VirtualAgent
     from dlrover.simulator.nodes.workers import VirtualGroup
     from dlrover.simulator.simulation import Simulation
 
+MASTER_GRACE = micros(AgentTerms().master_grace)
 PEER_LOST_ODDS = 0.3
 """How often a worker notices the end of a peer before its agent stops it."""
 OVERLAP = 60 * SECOND
@@ -29,6 +30,26 @@ def workers_starting(sim: Simulation, agent: VirtualAgent, world: WorldSpec) -> 
         raise Violation("I1", f"{agent.node.label} starts round {world.round}, in which it has no such place")
     if sim.shape.check is not None and (agent.life, agent.incarnation) not in sim.ledger.passed:
         raise Violation("check", f"{agent.node.label} starts round {world.round} and never passed the node check")
+
+
+def node_joins(agent: VirtualAgent) -> None:
+    """Only when it could start workers at once, and those of its former world no longer train."""
+    if not agent.is_warm:
+        raise Violation("warm-up", f"{agent.node.label} joins and could not start workers yet")
+    if agent.workers.is_training:
+        raise Violation("I1", f"{agent.node.label} joins another round while its workers train")
+
+
+def life_began(agent: VirtualAgent) -> None:
+    """The master has given up what the agent was before."""
+    if agent.workers.is_training and not agent.me.is_leaving:
+        raise Violation("I6", f"{agent.node.label} has a new life, and workers of its former one train")
+
+
+def agent_woke(sim: Simulation, agent: VirtualAgent, away: int) -> None:
+    """Others may have taken the places of its workers."""
+    if agent.workers.is_training and away > micros(sim.shape.detection.lease):
+        raise Violation("I1", f"{agent.node.label} stood still for {away / SECOND:.0f} s, and its workers go on")
 
 
 def workers_ended(sim: Simulation, agent: VirtualAgent, group: VirtualGroup, kind: FailureKind | None) -> None:
@@ -81,7 +102,7 @@ def _check_overlap(sim: Simulation, coordinator: str) -> None:
         node.agent for node in sim.machines.nodes if node.agent is not None and node.agent.workers.runs(coordinator)
     ]
     heard = [agent for agent in members if agent.channel.is_attached and _answers_now(sim, agent)]
-    forgotten = [agent for agent in members if agent.departure.is_overdue()]
+    forgotten = [agent for agent in members if agent.channel.is_overdue()]
     if heard or forgotten:
         labels = ", ".join(agent.node.label for agent in [*heard, *forgotten])
         raise Violation(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from dlrover.agent.checkpoints.duties import SaveLine
+from dlrover.agent.checkpoints.duties import DutyLine
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import (
     AnyCheckpointCommand,
@@ -53,8 +53,8 @@ def script() -> Script:
 
 
 @pytest.fixture
-async def line(script: Script) -> AsyncIterator[SaveLine]:
-    line = SaveLine(script, lambda duties: None, lambda: None)
+async def line(script: Script) -> AsyncIterator[DutyLine]:
+    line = DutyLine(script, lambda duties: None, lambda: None)
     task = asyncio.create_task(line.run())
     yield line
     task.cancel()
@@ -62,30 +62,30 @@ async def line(script: Script) -> AsyncIterator[SaveLine]:
         await task
 
 
-async def outcome(line: SaveLine, script: Script, then: Callable[[], None]) -> CheckpointSettled | None:
+async def outcome(line: DutyLine, script: Script, then: Callable[[], None]) -> CheckpointSettled | None:
     report = asyncio.create_task(line.report(WRITTEN, patience=20))
     await asyncio.wait_for(script.reported.wait(), 10)
     then()
     return await asyncio.wait_for(report, 10)
 
 
-async def test_what_became_of_it_is_heard(line: SaveLine, script: Script) -> None:
+async def test_what_became_of_it_is_heard(line: DutyLine, script: Script) -> None:
     duties = SaveDuties(number=9, settled=(COMMITTED,))
     assert await outcome(line, script, lambda: script.answers.put_nowait(duties)) == COMMITTED
     await asyncio.sleep(0)
     assert script.since == [0, 9]
 
 
-async def test_a_master_that_is_away_ends_the_wait(line: SaveLine, script: Script) -> None:
+async def test_a_master_that_is_away_ends_the_wait(line: DutyLine, script: Script) -> None:
     assert await outcome(line, script, lambda: script.answers.put_nowait(Unavailable("away"))) is None
     assert not line.is_up
 
 
-async def test_a_master_that_does_not_know_the_question_ends_the_wait(line: SaveLine, script: Script) -> None:
+async def test_a_master_that_does_not_know_the_question_ends_the_wait(line: DutyLine, script: Script) -> None:
     assert await outcome(line, script, lambda: script.answers.put_nowait(Rejected("what?", code="malformed"))) is None
 
 
-async def test_a_master_that_lost_its_journal_ends_the_wait(line: SaveLine, script: Script) -> None:
+async def test_a_master_that_lost_its_journal_ends_the_wait(line: DutyLine, script: Script) -> None:
     script.answers.put_nowait(SaveDuties(number=7))
     assert await outcome(line, script, lambda: script.answers.put_nowait(SaveDuties(number=0))) is None
     assert line.is_up
@@ -95,12 +95,12 @@ async def test_a_master_that_lost_its_journal_ends_the_wait(line: SaveLine, scri
     ("code", "is_committed"), [("attempt-committed", True), ("attempt-over", False), ("stale-incarnation", None)]
 )
 async def test_a_refused_report_says_what_it_can(
-    line: SaveLine, script: Script, code: str, is_committed: bool | None
+    line: DutyLine, script: Script, code: str, is_committed: bool | None
 ) -> None:
     script.refusal = Rejected("no", code=code)
     settled = await line.report(WRITTEN, patience=20)
     assert (None if settled is None else settled.is_committed) == is_committed
 
 
-async def test_patience_has_an_end(line: SaveLine) -> None:
+async def test_patience_has_an_end(line: DutyLine) -> None:
     assert await line.report(WRITTEN, patience=0.01) is None

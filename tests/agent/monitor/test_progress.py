@@ -59,7 +59,7 @@ NO_SAMPLER = "py-spy (extra `stacks`) is not installed, or may not look into oth
 
 WORKER = """
     import itertools, os, signal, sys, threading
-    from dlrover.trainer import environment; from dlrover.trainer.worker import hooks, phases, sigterm
+    from dlrover.trainer import environment, phases; from dlrover.trainer.worker import hooks, sigterm
     sigterm.announce()
     hooks.install(environment.read(os.environ))
     lock = threading.Lock()

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrover.agent.monitor.limits import MemoryUse, ResourceLimits
+from dlrover.agent.monitor.limits import MemoryShare, ResourceLimits
 from dlrover.agent.monitor.probe import Probe, is_remote
 from dlrover.agent.monitor.resources import LONGEST, SHORTEST, USUAL, ResourceMonitor, next_period, read_network
 from dlrover.agent.workers.failures import Evidence, describe_failure
@@ -197,7 +197,7 @@ def test_limits_of_version_2_are_those_of_the_narrowest_above_us(tmp_path: Path)
     put(tmp_path / "fs/pod", memory__max="1000000\n", memory__current="600000\n", memory__stat="inactive_file 100000\n")
     put(tmp_path / "fs/pod/box", memory__max="max\n", memory__current="5\n", cpu__max="50000 100000\n")
     limits = ResourceLimits(str(group), str(tmp_path / "fs"))
-    assert limits.memory() == MemoryUse(500000, 1000000)
+    assert limits.memory() == MemoryShare(500000, 1000000)
     assert limits.cores() == 0.5
 
 
@@ -212,7 +212,7 @@ def test_limits_of_version_1_are_found_too(tmp_path: Path) -> None:
     )
     put(tmp_path / "fs/cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
     limits = ResourceLimits(str(group), str(tmp_path / "fs"))
-    assert limits.memory() == MemoryUse(500000, 2000000)
+    assert limits.memory() == MemoryShare(500000, 2000000)
     assert limits.cores() == len(os.sched_getaffinity(0))
 
 

@@ -197,6 +197,17 @@ class TestCommit:
         assert scene.to_commit("b") == []
         assert scene.outcomes_told("b") == [(10, True)]
 
+    def test_a_late_commit_takes_the_tracker_from_an_older_attempt(self) -> None:
+        """Step 11 fails and step 10 has its turn. Then the first committer of step 11 succeeds after all."""
+        scene = saving("a", "b")
+        for step in (11, 10):
+            scene.wrote("a", 0, step)
+            scene.wrote("b", 1, step)
+        scene.failed("a", 11)
+        assert [(each.step, each.is_newest) for each in scene.duties("a").commits] == [(10, True)]
+        scene.committed("a", 11)
+        assert [(each.step, each.is_newest) for each in scene.duties("a").commits] == [(10, False)]
+
     def test_nobody_else_can_say_that_an_incomplete_attempt_is_committed(self) -> None:
         scene = saving("a", "b")
         scene.wrote("a", 0)

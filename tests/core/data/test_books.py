@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.commit_order import replay
-from dlrover.core.data.books import MAX_RESTORED, RESTORE_PATIENCE, DataBooks, state_for_manifest
+from dlrover.core.data.books import MAX_RESTORED, RESTORE_PATIENCE, DataBooks
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.checkpoint import CheckpointCommitted, ShardWritten
 from dlrover.protocol.messages.data import (
@@ -291,7 +291,7 @@ def test_saves_of_a_history_that_others_went_past_become_no_checkpoints(scene: R
     """Back to step 1 by name, on from there, and then to step 3 of the history before: step 2 in between belongs to neither."""
     for step, shard in enumerate(scene.take("a", 3), 1):
         scene.consume("a", shard, step=step)
-    first, third = (state_for_manifest(scene.job.state, step, scene.round) for step in (1, 3))
+    first, third = (scene.job.state.data.state_for_manifest(step, scene.round) for step in (1, 3))
     scene.new_round("a", "b")
     scene.restored("a", 1, data_state=first, is_explicit=True)
     [shard] = [shard for shard in scene.take("a", 2) if shard.start == 20]
@@ -309,7 +309,7 @@ def test_saves_of_a_history_that_others_went_past_become_no_checkpoints(scene: R
 def test_two_histories_that_count_the_same_are_told_apart(scene: Reading) -> None:
     _, second = scene.take("a", 2)
     scene.consume("a", second, step=1)
-    text = state_for_manifest(scene.job.state, 1, scene.round)
+    text = scene.job.state.data.state_for_manifest(1, scene.round)
     scene.new_round("a", "b")
     scene.restored("a", -1)
     [first] = [shard for shard in scene.take("a", 2) if shard.start == 0]
@@ -344,7 +344,7 @@ def test_nothing_of_before_is_of_the_history_of_a_checkpoint_that_was_named(scen
     old = scene.round
     for step, shard in enumerate(scene.take("a", 3), 1):
         scene.consume("a", shard, step=step)
-    first = state_for_manifest(scene.job.state, 1, old)
+    first = scene.job.state.data.state_for_manifest(1, old)
     scene.new_round("a", "b")
     scene.restored("a", 1, data_state=first, is_explicit=True)
     between = scene.round

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.data.audit import Audit
-from dlrover.core.data.books import RESTORE_PATIENCE, state_for_manifest
+from dlrover.core.data.books import RESTORE_PATIENCE
 from dlrover.core.data.commands import QUICK_LOOK
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
@@ -53,7 +53,7 @@ def rest(scene: Reading) -> list[tuple[int, int]]:
 
 
 def state_of(scene: Reading, step: int) -> str:
-    return state_for_manifest(scene.job.state, step, scene.round)
+    return scene.job.state.data.state_for_manifest(step, scene.round)
 
 
 def test_the_committer_is_told_what_the_model_has_still_to_read(scene: Reading) -> None:
@@ -284,8 +284,8 @@ def test_nobody_vouches_for_a_save_of_a_history_that_was_given_up(scene: Reading
     old = scene.round
     scene.new_round("a")
     scene.restored("a", 1)
-    assert state_for_manifest(scene.job.state, 3, old) == ""
-    assert state_for_manifest(scene.job.state, 1, old)
+    assert scene.job.state.data.state_for_manifest(3, old) == ""
+    assert scene.job.state.data.state_for_manifest(1, old)
     commit(scene, 5, scene.round)
     assert state_of(scene, 4) == "", "a later one is final already"
 

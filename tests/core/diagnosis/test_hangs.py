@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.core.commit_order import replay
+from dlrover.core.failures.hangs import MAX_CULPRITS, MAX_EVIDENCE
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.goodput import TimeClass
 from dlrover.protocol.messages.job import (
     End,
     ExitReason,
@@ -13,11 +16,21 @@ from dlrover.protocol.messages.job import (
     Join,
     Micros,
     NodeId,
+    NodeRank,
     RestartPolicy,
     Round,
+    Run,
     StopCause,
 )
-from dlrover.protocol.messages.watch import ActionKind, Culprit, FaultClass, HangFound, Verdict
+from dlrover.protocol.messages.watch import (
+    MAX_TEXT,
+    ActionKind,
+    Culprit,
+    FaultClass,
+    FaultFound,
+    HangFound,
+    Verdict,
+)
 from tests.core.scene import Scene, terms
 
 
@@ -111,3 +124,72 @@ def test_too_many_hangs_within_an_hour_end_the_job_and_old_ones_do_not_count() -
     assert scene.job.end.reason is ExitReason.HANG_ERROR
     assert isinstance(scene.job.desired(scene.agents["a"].node).wish, End)
     assert replay(None, scene.journal).job.digest() == scene.job.digest()
+
+
+NOBODY = Culprit(node=NodeId(-1), global_rank=-1)
+
+
+def fault(scene: Scene, action: ActionKind, **details: object) -> FaultFound:
+    return FaultFound(
+        round=scene.job.state.rendezvous.round, verdict=replace(a_verdict(scene, action=action), **details)
+    )
+
+
+class TestFaultFound:
+    """The round makes progress, and the verdict says to act all the same."""
+
+    def test_it_restarts_the_workers_and_counts_as_a_hang(self) -> None:
+        scene = two()
+        scene.at(10).do(fault(scene, ActionKind.RESTART_WORKERS))
+        assert isinstance(scene.wish("a"), Join)
+        assert [hang.at for hang in scene.job.state.hangs.recent] == [scene.now]
+        assert scene.job.state.goodput.places[NodeRank(0)].micros.get(TimeClass.HANG, 0) == 0, "it made progress"
+
+    def test_a_node_that_no_platform_replaces_is_not_restarted_either(self) -> None:
+        scene = two()
+        outcome = scene.at(10).do(fault(scene, ActionKind.RELAUNCH_NODE))
+        assert isinstance(scene.wish("a"), Run)
+        assert len(outcome.verdicts) == 1
+        assert scene.job.state.hangs.recent == []
+
+    @pytest.mark.parametrize(("reasoning", "said"), [("It never will.", "It never will."), ("", "says to stop")])
+    def test_it_may_end_the_job(self, reasoning: str, said: str) -> None:
+        scene = two()
+        scene.at(10).do(fault(scene, ActionKind.STOP_JOB, reasoning=reasoning))
+        assert scene.end.reason is ExitReason.HANG_ERROR
+        assert said in scene.end.message
+
+
+class TestRefusedFindings:
+    @pytest.mark.parametrize("seconds", [-0.1, float("inf"), float("nan")])
+    def test_a_hang_lasts_a_finite_time(self, seconds: float) -> None:
+        scene = two()
+        with pytest.raises(Rejected) as refused:
+            scene.do(replace(found(scene), stalled_for=seconds))
+        assert refused.value.code == "malformed"
+        scene.do(replace(found(scene), stalled_for=0.0))
+
+    def test_after_the_end_nothing_is_found(self) -> None:
+        scene = two()
+        late = found(scene)
+        scene.stop()
+        with pytest.raises(Rejected) as refused:
+            scene.do(late)
+        assert refused.value.code == "job-ended"
+
+    @pytest.mark.parametrize(
+        ("largest", "larger"),
+        [
+            ({"evidence": ("x",) * MAX_EVIDENCE}, {"evidence": ("x",) * (MAX_EVIDENCE + 1)}),
+            ({"evidence": ("x" * MAX_TEXT,)}, {"evidence": ("x" * (MAX_TEXT + 1),)}),
+            ({"reasoning": "x" * MAX_TEXT}, {"reasoning": "x" * (MAX_TEXT + 1)}),
+            ({"diagnostician": "x" * MAX_TEXT}, {"diagnostician": "x" * (MAX_TEXT + 1)}),
+            ({"culprits": (NOBODY,) * MAX_CULPRITS}, {"culprits": (NOBODY,) * (MAX_CULPRITS + 1)}),
+        ],
+    )
+    def test_a_verdict_has_a_size(self, largest: dict[str, object], larger: dict[str, object]) -> None:
+        scene = two()
+        with pytest.raises(Rejected) as refused:
+            scene.do(fault(scene, ActionKind.RESTART_WORKERS, **larger))
+        assert refused.value.code == "too-large"
+        scene.do(fault(scene, ActionKind.RESTART_WORKERS, **largest))

@@ -394,7 +394,7 @@ class TestTheJob:
         for number, answered in ((50, 0), (51, 0), (52, 50)):
             push = KvPush(key="q", value=b"v", node=agent.node, incarnation=agent.incarnation)
             shop.do(push, Origin(agent.node, agent.incarnation, number, answered))
-        assert list(shop.job.state.senders.by_node[agent.node].replies) == [51, 52]
+        assert list(shop.job.state.replay_guard.by_node[agent.node].replies) == [51, 52]
 
     def test_a_replay_gives_the_same_store_and_the_same_digest(self) -> None:
         shop = running()
@@ -447,7 +447,7 @@ class TestTheJob:
         one, other = running(), running()
         for shop, value in ((one, b"1"), (other, b"2")):
             agent = shop.agents["a"]
-            shop.job.state.senders.store(Origin(agent.node, agent.incarnation, 50), KvValues((value,)))
+            shop.job.state.replay_guard.store(Origin(agent.node, agent.incarnation, 50), KvValues((value,)))
         assert one.job.digest() != other.job.digest()
 
     @pytest.mark.parametrize("is_swap", [False, True], ids=["pop", "compare_set"])
@@ -471,7 +471,7 @@ class TestTheJob:
         again = Origin(agent.node, agent.incarnation, 50)
         assert shop.do(command, again).reply == KvValues((value,)), "who asks again hears what was decided"
         shop.do(command, Origin(agent.node, agent.incarnation, 58, answered=50))
-        assert list(shop.job.state.senders.by_node[agent.node].replies) == list(range(51, 59))
+        assert list(shop.job.state.replay_guard.by_node[agent.node].replies) == list(range(51, 59))
 
     def test_two_histories_have_two_digests(self) -> None:
         one, other = running(), running()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dlrover.core.failures.blame import NUM_DISTINCT, describe, traceback_digest
+from dlrover.agreed.worker_failure import describe, traceback_digest
+from dlrover.core.failures.blame import NUM_DISTINCT
 from dlrover.protocol.messages.goodput import AskFault, FaultTold
 from dlrover.protocol.messages.job import (
     End,
@@ -289,6 +290,22 @@ class TestAsLongAsThereIsProgress:
         assert isinstance(scene.wish("a"), Run)
         crash(scene, lived=59.0)
         assert scene.job.end is not None
+
+    @pytest.mark.parametrize("is_step_first", [True, False])
+    def test_the_order_of_two_reports_does_not_decide_about_progress(self, is_step_first: bool) -> None:
+        """Seed 1535 of a campaign: a long life without a step was progress, until its other node reported an old step."""
+        scene = Scene(terms(2)).gather("a", "b")
+        for step in (100, 98, 99):
+            crash(scene, step=step)
+        assert isinstance(scene.wish("a"), Run)
+        killed = failure(SIGNAL, signal=9, at=1)
+        lost = failure(FailureKind.PEER_LOST, at=2, global_rank=1)
+        reports = [("a", killed, {"lived": 90.0}), ("b", lost, {"step": 97, "lived": 90.0})]
+        for name, told, details in reversed(reports) if is_step_first else reports:
+            scene.fail(name, told, **details)
+        rejoin(scene)
+        assert scene.end.reason is ExitReason.RESTART_OVER_LIMIT
+        assert "3 restarts in a row brought no progress" in scene.end.message
 
     def test_the_step_of_a_dead_agent_comes_with_its_broken_stream(self) -> None:
         scene = Scene(terms(2)).gather("a", "b")

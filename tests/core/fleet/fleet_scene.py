@@ -12,8 +12,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.core.fleet.fleet import Fleet, FleetNode
+from dlrover.core.fleet.fleet import Fleet
 from dlrover.core.fleet.relaunch import LIVE
+from dlrover.core.fleet.replicas import FleetNode
 from dlrover.core.job import Origin, Outcome
 from dlrover.protocol.messages.fleet import (
     DefineFleet,

@@ -287,9 +287,19 @@ class TestBudgets:
         assert scene.end.reason is ExitReason.WORKER_ERROR
         assert "1 workers left" in scene.end.message
 
-    def test_lack_of_memory_is_no_reason_for_another_node_where_all_need_the_same(self) -> None:
-        scene = FleetScene.of(2, resource=Resource(memory_mb=655))
+    def test_each_launch_tells_how_many_nodes_its_rank_had(self) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        scene.vanish(0)
+        assert (scene.launches[2].num_former, scene.launches[2].relaunch_count) == (1, 0)
+        scene.run().fail(2, exit_reason=NodeExit.HARDWARE)
+        assert (scene.launches[3].num_former, scene.launches[3].relaunch_count) == (2, 1)
+
+    def test_a_worker_that_lacked_memory_is_tried_again_as_it_was_until_its_budget_is_used_up(self) -> None:
+        scene = FleetScene.of(2, resource=Resource(memory_mb=655), max_relaunches=1)
         scene.train(0, 1).fail(0, exit_reason=NodeExit.OOM)
+        assert scene.launches[2].resource.memory_mb == 655
+        assert (scene.launches[2].rank, scene.launches[2].relaunch_count) == (0, 1)
+        scene.run().fail(2, exit_reason=NodeExit.OOM)
         assert scene.end.reason is ExitReason.WORKER_OOM
 
     def test_many_failures_in_a_short_time_end_the_job_and_the_same_number_over_months_does_not(self) -> None:

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dlrover.core.failures.blame import DEVICE_FAULT_CODES
-from dlrover.core.fleet.fleet import NUM_FORMER, Replicas
+from dlrover.agreed.worker_failure import DEVICE_FAULT_CODES
+from dlrover.core.fleet.fleet import NUM_FORMER
+from dlrover.core.fleet.replicas import Replicas
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.fleet import (
     DefineFleet,

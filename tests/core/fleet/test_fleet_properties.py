@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dlrover.core.commit_order import replay
-from dlrover.core.decision import DRAIN_MARGIN
 from dlrover.core.fleet.platform_news import UNSEEN_TOO_LONG
 from dlrover.core.fleet.relaunch import ENDED, is_failure
 from dlrover.core.job import Origin, Outcome
+from dlrover.core.membership.departures import DRAIN_MARGIN
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.fleet import (
     DefineFleet,

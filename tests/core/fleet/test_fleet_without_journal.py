@@ -193,3 +193,14 @@ def test_a_node_that_was_told_its_rank_is_taken_over_at_once() -> None:
     assert fleet is not None
     assert fleet.nodes[PlatformId(7)].rank == 1
     assert fleet.nodes[PlatformId(7)].agent is not None
+
+
+def test_a_node_that_is_shown_with_a_type_the_job_does_not_have_breaks_nothing() -> None:
+    """The id is one that the job has given to a worker, so it is that worker, whatever the platform calls it."""
+    job = job_that_knows_nothing()
+    told = replace(shown(0, 0), node_type=NodeType.EVALUATOR, relaunch_count=2)
+    job.apply(NodesListed(nodes=(told, shown(1, 1))), Micros(2))
+    fleet = job.state.fleet
+    assert fleet is not None
+    assert fleet.nodes[PlatformId(0)].node_type is NodeType.WORKER
+    assert fleet.replicas[NodeType.WORKER].spent == {0: 2}

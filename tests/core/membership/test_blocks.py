@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.core.commands import LONGEST_BLOCK
+from dlrover.core.membership.commands import LONGEST_BLOCK
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import AwaitOrder, Join, Leave, LeaveReason, Run, Wait
 from tests.core.scene import Scene, micros, terms

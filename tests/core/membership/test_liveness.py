@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dlrover.core.membership.liveness import Observations
+from dlrover.core.membership.liveness import Liveness
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import Detection, FailureKind, Heartbeat, Incarnation, NodeId, NodeSilent, Run
 from tests.core.scene import Scene, failure, micros, terms
@@ -19,50 +19,50 @@ def beat(step: int | None = None, incarnation: int = 1) -> Heartbeat:
     return Heartbeat(node=NODE, incarnation=Incarnation(incarnation), step=step)
 
 
-def tick(observations: Observations, at: float, due_at: float | None = None) -> list[NodeSilent]:
+def tick(observations: Liveness, at: float, due_at: float | None = None) -> list[NodeSilent]:
     return observations.tick(micros(at), micros(at if due_at is None else due_at))
 
 
 @pytest.fixture
-def observations() -> Observations:
-    observations = Observations(micros(0))
+def observations() -> Liveness:
+    observations = Liveness(micros(0))
     observations.attached(NODE, LIFE, micros(0))
     return observations
 
 
-def test_forty_seconds_after_the_last_heartbeat(observations: Observations) -> None:
+def test_forty_seconds_after_the_last_heartbeat(observations: Liveness) -> None:
     observations.heard(beat(), micros(10))
     assert observations.next_deadline() == micros(50)
     assert not tick(observations, 49.9)
     assert tick(observations, 50) == [NodeSilent(node=NODE, incarnation=LIFE, last_seen_at=micros(10))]
 
 
-def test_a_silence_is_found_once(observations: Observations) -> None:
+def test_a_silence_is_found_once(observations: Liveness) -> None:
     assert tick(observations, 40)
     assert not tick(observations, 80)
     assert observations.next_deadline() is None
 
 
-def test_a_late_tick_extends_all_deadlines_by_its_lateness(observations: Observations) -> None:
+def test_a_late_tick_extends_all_deadlines_by_its_lateness(observations: Liveness) -> None:
     assert not tick(observations, 45, due_at=5), "the master was asleep for 40 s, not the node"
     assert observations.next_deadline() == micros(80)
     assert not tick(observations, 79.9)
     assert tick(observations, 80)
 
 
-def test_lateness_before_a_heartbeat_does_not_count_again(observations: Observations) -> None:
+def test_lateness_before_a_heartbeat_does_not_count_again(observations: Liveness) -> None:
     tick(observations, 45, due_at=5)
     observations.heard(beat(), micros(46))
     assert observations.next_deadline() == micros(86)
 
 
 def test_nobody_is_suspected_before_a_full_window_after_the_master_started() -> None:
-    observations = Observations(micros(100))
+    observations = Liveness(micros(100))
     observations.attached(NODE, LIFE, micros(90))
     assert observations.next_deadline() == micros(140)
 
 
-def test_a_heartbeat_of_a_former_life_is_refused(observations: Observations) -> None:
+def test_a_heartbeat_of_a_former_life_is_refused(observations: Liveness) -> None:
     observations.attached(NODE, Incarnation(2), micros(5))
     with pytest.raises(Rejected) as refused:
         observations.heard(beat(incarnation=1), micros(6))
@@ -74,7 +74,7 @@ def test_a_heartbeat_of_a_former_life_is_refused(observations: Observations) -> 
 def test_what_is_not_looked_at_changes_no_finding(seed: int) -> None:
     """Two of the same, but one forgets before each tick until when nobody need be looked at."""
     chance = random.Random(seed)
-    quick, thorough = Observations(micros(0)), Observations(micros(0))
+    quick, thorough = Liveness(micros(0)), Liveness(micros(0))
     now = 0.0
     for _ in range(200):
         now += chance.choice([0.1, 1, 5, 15])
@@ -101,14 +101,14 @@ def test_what_is_not_looked_at_changes_no_finding(seed: int) -> None:
         assert deadline is None or quick.quiet_until() <= deadline
 
 
-def test_a_forgotten_node_is_not_found(observations: Observations) -> None:
+def test_a_forgotten_node_is_not_found(observations: Liveness) -> None:
     observations.forget(NODE)
     assert not tick(observations, 1000)
     with pytest.raises(Rejected):
         observations.heard(beat(), micros(1001))
 
 
-def test_steps_never_go_back_within_a_life(observations: Observations) -> None:
+def test_steps_never_go_back_within_a_life(observations: Liveness) -> None:
     observations.heard(beat(step=7), micros(1))
     observations.heard(beat(step=5), micros(2))
     observations.heard(beat(), micros(3))
@@ -122,19 +122,19 @@ def test_steps_never_go_back_within_a_life(observations: Observations) -> None:
 class TestSuspicion:
     """Two witnesses need less time than one: the silence of a node, and neighbours that lost it."""
 
-    def test_a_suspect_is_found_sooner(self, observations: Observations) -> None:
+    def test_a_suspect_is_found_sooner(self, observations: Liveness) -> None:
         observations.heard(beat(), micros(10))
         observations.follow(Detection(), [NODE])
         assert observations.next_deadline() == micros(22)
         assert not tick(observations, 21.9)
         assert tick(observations, 22)
 
-    def test_who_is_suspected_no_more_has_its_full_time_again(self, observations: Observations) -> None:
+    def test_who_is_suspected_no_more_has_its_full_time_again(self, observations: Liveness) -> None:
         observations.follow(Detection(), [NODE])
         observations.follow(Detection(), [])
         assert observations.next_deadline() == micros(40)
 
-    def test_the_times_are_terms_of_the_job(self, observations: Observations) -> None:
+    def test_the_times_are_terms_of_the_job(self, observations: Liveness) -> None:
         observations.follow(Detection(heartbeat=1.0, silence=10.0, suspicion=3.0, lease=5.0))
         assert observations.next_deadline() == micros(10)
 
@@ -150,7 +150,7 @@ class TestSuspicion:
 
     def test_a_lost_node_is_replaced_long_before_its_silence_is_over(self) -> None:
         """Power is cut at 100: the others' collectives fail, and the job goes on with a spare at 112."""
-        scene, observations = Scene(terms(2)).gather(*"abc"), Observations(micros(0))
+        scene, observations = Scene(terms(2)).gather(*"abc"), Liveness(micros(0))
         for name in "abc":
             observations.attached(scene.agents[name].node, scene.agents[name].incarnation, micros(100))
         scene.at(101).fail("a", failure(FailureKind.PEER_LOST))
@@ -170,7 +170,7 @@ class TestSuspicion:
     @pytest.mark.parametrize("stall", [10, 20, 30])
     def test_a_busy_node_is_no_false_alarm(self, stall: int) -> None:
         """It stalls for up to half a minute; the collectives of the others only wait."""
-        scene, observations = Scene(terms(2)).gather("a", "b"), Observations(micros(0))
+        scene, observations = Scene(terms(2)).gather("a", "b"), Liveness(micros(0))
         for second in range(0, 200, 5):
             observations.follow(scene.job.detection, scene.job.suspects())
             for name in "ab":
@@ -183,7 +183,7 @@ class TestSuspicion:
 
 
 def test_what_a_node_has_in_memory_is_what_it_told_last() -> None:
-    observations = Observations(micros(0))
+    observations = Liveness(micros(0))
     observations.attached(NodeId(1), Incarnation(1), micros(0))
     for step in (7, 5):  # a training that went back
         beat = Heartbeat(node=NodeId(1), incarnation=Incarnation(1), step=9, snapshot_step=step, copied_step=step)

@@ -118,7 +118,7 @@ async def test_an_operator_that_does_not_come_back_is_left_behind(start_master: 
     master = await start_master()
     told: list[JobEvent] = []
     operators = load_operators(parse_operators(f"{HERE}::Hangs"))
-    runner = PreCheckRunner(master.desk, operators, limit=60, tell=told.append, time_limit=0.1)
+    runner = PreCheckRunner(master.master_loop, operators, limit=60, tell=told.append, time_limit=0.1)
     runner.begin()
     await asyncio.wait_for(runner.run(), 20)
     status = await master.status()
@@ -131,20 +131,22 @@ async def test_an_operator_that_does_not_come_back_is_left_behind(start_master: 
 async def test_nothing_is_asked_before_the_platform_has_shown_its_nodes(start_master: StartMaster) -> None:
     master = await start_master()
     operators = load_operators([WantedCheck("dlrover.master.diagnosis.pre_checks", "SchedulingPreCheckOperator")])
-    runner = PreCheckRunner(master.desk, operators, limit=60, tell=lambda _event: None, has_platform=True)
+    runner = PreCheckRunner(master.master_loop, operators, limit=60, tell=lambda _event: None, has_platform=True)
     runner.begin()
     noted = asyncio.Event()
-    master.desk.on_decided.append(lambda command, *_: noted.set() if isinstance(command, PreCheckNoted) else None)
+    master.master_loop.listeners.on_decided.append(
+        lambda command, *_: noted.set() if isinstance(command, PreCheckNoted) else None
+    )
     running = asyncio.ensure_future(runner.run())
     await master.status()
     assert not noted.is_set()
     spec = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})
-    await master.desk.tell(DefineFleet(spec=spec))
-    await master.desk.tell(NodesListed(nodes=()))
+    await master.master_loop.tell(DefineFleet(spec=spec))
+    await master.master_loop.tell(NodesListed(nodes=()))
     await asyncio.wait_for(noted.wait(), 20)
     assert (await master.status()).pre_check.results[0].message == "1 nodes wait for their resources"
     node = PlatformNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, phase=NodePhase.RUNNING, name="n0")
-    await master.desk.tell(NodeChanged(kind=NodeEventKind.MODIFIED, node=node))
+    await master.master_loop.tell(NodeChanged(kind=NodeEventKind.MODIFIED, node=node))
     await asyncio.wait_for(running, 20)
     assert (await master.status()).pre_check.stage is PreCheckStage.PASS
 
@@ -168,13 +170,13 @@ class OneIsBad(PreCheckOperator):
 async def test_a_bad_node_is_exchanged_once_and_the_checks_begin_again(start_master: StartMaster) -> None:
     master = await start_master()
     intents: list[LaunchNode | RemoveNode] = []
-    master.desk.on_intent = intents.append
+    master.master_loop.listeners.on_intent = intents.append
     spec = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})
-    await master.desk.tell(DefineFleet(spec=spec))
-    await master.desk.tell(NodesListed(nodes=()))
+    await master.master_loop.tell(DefineFleet(spec=spec))
+    await master.master_loop.tell(NodesListed(nodes=()))
     operator = OneIsBad()
     runner = PreCheckRunner(
-        master.desk, [Operator("OneIsBad", operator, False)], limit=60, tell=lambda _: None, has_platform=True
+        master.master_loop, [Operator("OneIsBad", operator, False)], limit=60, tell=lambda _: None, has_platform=True
     )
     runner.begin()
     await asyncio.wait_for(runner.run(), 20)
@@ -231,7 +233,7 @@ async def test_an_operator_that_gives_nonsense_is_left_out(
 ) -> None:
     master = await start_master()
     told: list[JobEvent] = []
-    runner = PreCheckRunner(master.desk, [Operator("Strange", make(), False)], limit=60, tell=told.append)
+    runner = PreCheckRunner(master.master_loop, [Operator("Strange", make(), False)], limit=60, tell=told.append)
     runner.begin()
     await asyncio.wait_for(runner.run(), 20)
     status = await master.status()
@@ -245,7 +247,7 @@ async def test_an_operator_may_say_none_for_no_nodes_and_anything_for_a_text(sta
     master = await start_master()
     result = PreCheckResult(result=1, result_msg={"bad": "caf\udce9"}, abnormal_nodes=None)  # type: ignore[arg-type]
     operator = Strange(result, JobAbortionAction(reason="caf\udce9", msg=7))  # type: ignore[arg-type]
-    runner = PreCheckRunner(master.desk, [Operator("Strange", operator, False)], limit=60, tell=lambda _: None)
+    runner = PreCheckRunner(master.master_loop, [Operator("Strange", operator, False)], limit=60, tell=lambda _: None)
     runner.begin()
     await asyncio.wait_for(runner.run(), 20)
     status = await master.status()

@@ -24,7 +24,7 @@ async def test_agents_obey_a_master_that_begins_with_an_empty_journal(
 
     master = await start_master(port=port)
     assert {(await agent.attached()).master_epoch for agent in agents} == {3}
-    assert (await master.status()).master_epoch == master.keeper.master_epoch == 3
+    assert (await master.status()).master_epoch == master.journal_thread.master_epoch == 3
     assert await asyncio.gather(*(agent.join() for agent in agents)) == [Done(), Done()]
     assert [(await agent.wish(Run)).master_epoch for agent in agents] == [3, 3]
     await master.stop()

@@ -1,4 +1,4 @@
-"""Questions that wait on the master: in the room itself, and at a real desk with a real journal and real streams."""
+"""Questions that wait on the master: in the room itself, and at a real loop with a real journal and real streams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dlrover.core.outcome import NotYet
-from dlrover.master.loop.long_polls import WaitingRoom
+from dlrover.master.loop.long_polls import LongPolls
 from dlrover.master.loop.request import Work
 from dlrover.master.loop.streams import AgentLine
 from dlrover.protocol.errors import Rejected
@@ -39,7 +39,7 @@ def question(until: int = 100, line: AgentLine | None = None) -> Work:
 
 class TestRoom:
     def test_who_waits_for_a_topic_is_found_by_it_once(self) -> None:
-        room = WaitingRoom()
+        room = LongPolls()
         first, second, other = question(), question(), question()
         room.sit(first, ("x",))
         room.sit(other, ("y",))
@@ -49,7 +49,7 @@ class TestRoom:
         assert (len(room), other in room, first in room) == (1, True, False)
 
     def test_who_waits_for_several_topics_is_found_when_all_were_touched(self) -> None:
-        room = WaitingRoom()
+        room = LongPolls()
         both, one = question(), question()
         room.sit(both, ("x", "y"))
         room.sit(one, ("y",))
@@ -67,7 +67,7 @@ class TestRoom:
         assert room._by_topic == {}
 
     def test_who_waited_long_enough_leaves_in_the_order_of_time(self) -> None:
-        room = WaitingRoom()
+        room = LongPolls()
         late, early = question(20), question(10)
         room.sit(late, ("x",))
         room.sit(early, ("x",))
@@ -77,7 +77,7 @@ class TestRoom:
         assert (len(room), room.next_deadline()) == (0, None)
 
     def test_who_left_is_not_reminded_of_its_deadline(self) -> None:
-        room = WaitingRoom()
+        room = LongPolls()
         for _ in range(1000):
             room.sit(question(10), ("x",))
             room.touched(["x"])
@@ -87,7 +87,7 @@ class TestRoom:
         assert keeps_waiting in room
 
     def test_a_broken_stream_takes_its_questions_with_it(self) -> None:
-        room = WaitingRoom()
+        room = LongPolls()
         gone, stays = AgentLine(AgentStream("gone")), AgentLine(AgentStream("stays"))
         room.sit(question(line=gone), ("x",))
         room.sit(work := question(line=stays), ("x",))
@@ -96,7 +96,7 @@ class TestRoom:
         assert room.touched(["x"]) == [work]
 
     def test_a_full_room_refuses(self) -> None:
-        room = WaitingRoom(max_waiting=2)
+        room = LongPolls(max_waiting=2)
         room.sit(question(), ("x",))
         room.sit(question(), ("y",))
         with pytest.raises(Rejected, match="2 questions wait") as refused:
@@ -124,7 +124,7 @@ class Node:
         return asyncio.ensure_future(self.ask(request, timeout=timeout))
 
     async def reaches_the_master(self) -> None:
-        """All that was sent before has been looked at when this is answered: the desk keeps the order."""
+        """All that was sent before has been looked at when this is answered: the loop keeps the order."""
         await asyncio.sleep(0)  # what was begun by `asking` sends first
         await self._agent.channel.call(Ping(), timeout=20)
 
@@ -145,13 +145,13 @@ async def test_a_question_is_answered_the_moment_its_last_key_is_there(
     node, master = await a_running_node(start_master, connect)
     asked = node.asking(KvGet(keys=("a", "b"), round=ROUND, wait=20))
     await node.reaches_the_master()
-    assert len(master.desk._waiting) == 1
+    assert len(master.master_loop._waiting) == 1
     await node.ask(KvSet(items={"b": b"2"}, round=ROUND))
     await node.reaches_the_master()
     assert not asked.done()
     await node.ask(KvSet(items={"a": b"1"}, round=ROUND))
     assert await asked == KvValues((b"1", b"2"))
-    assert len(master.desk._waiting) == 0
+    assert len(master.master_loop._waiting) == 0
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -162,14 +162,14 @@ async def test_who_waits_for_many_keys_is_looked_at_when_all_are_there(
     node, master = await a_running_node(start_master, connect)
     keys = [f"{number:04}" for number in range(200)]
     looks = 0
-    ask_job = master.desk.job.ask
+    ask_job = master.master_loop.job.ask
 
     def counting(query: Query) -> Reply | NotYet:
         nonlocal looks
         looks += isinstance(query, KvGet)
         return ask_job(query)
 
-    master.desk.job.ask = counting
+    master.master_loop.job.ask = counting
     asked = node.asking(KvGet(keys=tuple(keys), round=ROUND, wait=60), timeout=100)
     await node.reaches_the_master()
     for key in reversed(keys) if is_backward else keys:
@@ -246,7 +246,7 @@ async def test_the_question_of_a_caller_that_left_is_forgotten_with_its_stream(
     asked.cancel()
     await node._agent.channel.reattach()
     await node._agent.attached()  # of the first stream
-    assert len(master.desk._waiting) == 0
+    assert len(master.master_loop._waiting) == 0
 
 
 async def test_a_question_outlives_the_stream_and_the_master(start_master: StartMaster, connect: Connect) -> None:

@@ -117,10 +117,10 @@ async def test_a_finished_job_ends_the_master(start_master: StartMaster, connect
     assert await agent.channel.call(finished, timeout=10) == Done()
     end = await agent.wish(End)
     assert end.wish.end.exit_code == 0  # type: ignore[union-attr]
-    assert not master.desk.finished.done()
+    assert not master.master_loop.finished.done()
     leave = LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.JOB_ENDED)
     assert await agent.channel.call(leave, timeout=10) == Done()
-    assert (await asyncio.wait_for(master.desk.finished, 10)).exit_code == 0
+    assert (await asyncio.wait_for(master.master_loop.finished, 10)).exit_code == 0
 
 
 async def test_a_deadline_of_the_job_passes_by_itself(start_master: StartMaster, connect: Connect) -> None:
@@ -144,7 +144,7 @@ async def test_a_broken_stream_is_a_finding_and_a_newer_stream_supersedes_it(
     await agent.leave()
     async with asyncio.timeout(20):
         while [node.status for node in (await master.status()).nodes] == ["alive"]:
-            continue  # each question is a turn of the desk
+            continue  # each question is a turn of the loop
     assert NodeDisconnected(node=first.node, incarnation=first.incarnation) in journalled(tmp_path / "journal.sqlite")
 
 
@@ -163,8 +163,8 @@ async def test_a_silent_node_is_given_up_and_has_to_present_itself_anew(
 
 async def test_a_node_that_is_exchanged_is_told_so_at_once(start_master: StartMaster, connect: Connect) -> None:
     master = await start_master()
-    await master.desk.tell(DefineFleet(spec=FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})))
-    await master.desk.tell(NodesListed(nodes=()))
+    await master.master_loop.tell(DefineFleet(spec=FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})))
+    await master.master_loop.tell(NodesListed(nodes=()))
     agent = connect(master.address, terms=JobTerms(), platform_node=0)
     await agent.attached()
     assert (
@@ -185,7 +185,7 @@ def patient_journal(monkeypatch: pytest.MonkeyPatch) -> None:
 async def in_work(master: Master, number: int) -> None:
     """Until so many requests are there and not decided."""
     async with asyncio.timeout(20):
-        while master.desk.num_in_work < number:  # noqa: ASYNC110 (what comes in is no news to anybody)
+        while master.master_loop.num_in_work < number:  # noqa: ASYNC110 (what comes in is no news to anybody)
             await asyncio.sleep(0.005)
 
 
@@ -238,7 +238,7 @@ async def test_more_requests_than_fit_are_refused_for_now_and_all_answered_in_th
     calls = [asyncio.ensure_future(agent.join()) for _ in range(600)]
     await in_work(master, MAX_REQUESTS_IN_WORK)
     with pytest.raises(Unavailable, match="256 requests in work"):
-        await master.desk.ask(Ping())
+        await master.master_loop.ask(Ping())
     assert not any(call.done() for call in calls)
     lock.execute("ROLLBACK")
     lock.close()
@@ -416,11 +416,11 @@ async def test_what_cannot_be_written_is_refused_and_the_next_master_serves_as_w
         for is_one_quarantined in (False, True):
             for command in bad:
                 with pytest.raises(Rejected, match="cannot be written") as caught:
-                    await asyncio.wait_for(master.desk.tell(command), 10)
+                    await asyncio.wait_for(master.master_loop.tell(command), 10)
                 assert caught.value.code == "malformed"
             if not is_one_quarantined:
                 with pytest.raises(Rejected, match="broke the master"):
-                    await master.desk.tell(StopJob(message="break"))
+                    await master.master_loop.tell(StopJob(message="break"))
         with pytest.raises(Rejected, match="more than can be counted"):
             await agent.channel.call(a_dataset(agent, size=10**8, num_epochs=1 << 40), timeout=10)
         assert isinstance(await agent.channel.call(a_dataset(agent), timeout=10), DatasetState)
@@ -435,12 +435,12 @@ async def test_what_the_next_master_could_not_read_is_not_written(start_master: 
     wrong: Any = None
     node = PlatformNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, phase=NodePhase.RUNNING, name=wrong)
     spec = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=1)})
-    await master.desk.tell(DefineFleet(spec=spec))
+    await master.master_loop.tell(DefineFleet(spec=spec))
     for command in (NodesListed(nodes=(node,)), wrong):
         with pytest.raises(Rejected) as caught:
-            await asyncio.wait_for(master.desk.tell(command), 10)
+            await asyncio.wait_for(master.master_loop.tell(command), 10)
         assert caught.value.code == "malformed"
-    await master.desk.tell(NodesListed(nodes=(replace(node, name="n0"),)))
+    await master.master_loop.tell(NodesListed(nodes=(replace(node, name="n0"),)))
     await master.stop()
     again = await start_master()
     assert (await again.status()).job_name == "job"
@@ -459,11 +459,13 @@ async def test_what_a_platform_shows_may_be_longer_than_a_message(start_master: 
         )
         for number in range(MAX_MESSAGE_BYTES // 2000 + 1)
     )
-    await master.desk.tell(DefineFleet(spec=FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=len(nodes))})))
-    await master.desk.tell(NodesListed(nodes=nodes))
+    await master.master_loop.tell(
+        DefineFleet(spec=FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=len(nodes))}))
+    )
+    await master.master_loop.tell(NodesListed(nodes=nodes))
     await master.stop()
     again = await start_master()
-    fleet = again.desk.job.state.fleet
+    fleet = again.master_loop.job.state.fleet
     assert fleet is not None
     assert len(fleet.nodes) == len(nodes)
 

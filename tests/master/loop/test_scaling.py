@@ -1,4 +1,4 @@
-"""Scaling through the real desk: what the job decides reaches the agents."""
+"""Scaling through the real loop: what the job decides reaches the agents."""
 
 from __future__ import annotations
 

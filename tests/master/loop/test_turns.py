@@ -1,5 +1,5 @@
 """
-What happens inside and between the desk's turns, with a disk and a clock that do as they are told.
+What happens inside and between the loop's turns, with a disk and a clock that do as they are told.
 
 The core and the journal are real; streams note what is sent into them.
 """
@@ -17,12 +17,13 @@ import pytest_asyncio
 from dlrover.core.commit_order import RecordBatch
 from dlrover.core.job import Job
 from dlrover.core.outcome import Origin, Outcome
-from dlrover.master.diagnosis.driver import WatchKeeper
+from dlrover.master.clock import MasterClock
+from dlrover.master.diagnosis.driver import WatchDriver
 from dlrover.master.journal.journal import Fenced
 from dlrover.master.journal.journal_thread import JournalThread
-from dlrover.master.loop.clock import MasterClock
-from dlrover.master.loop.loop import COMING_BACK, MasterLoop
+from dlrover.master.loop.loop import MasterLoop
 from dlrover.master.loop.stalls import PULSE, LoopWatch
+from dlrover.master.loop.turn import COMING_BACK
 from dlrover.master.service import end_job
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.frames import Answer, Beat, FromMaster, Push, Refusal, Request
@@ -113,11 +114,11 @@ class Disk(JournalThread):
 
 
 class Stream(AgentStream):
-    """One agent, as far as the desk can tell."""
+    """One agent, as far as the loop can tell."""
 
-    def __init__(self, desk: MasterLoop) -> None:
+    def __init__(self, master_loop: MasterLoop) -> None:
         super().__init__("a test")
-        self._desk = desk
+        self._master_loop = master_loop
         self._num_sent = 0
         self._sequence = 0
         self._replies: dict[int, asyncio.Future[Answer | Refusal]] = {}
@@ -145,7 +146,7 @@ class Stream(AgentStream):
             self._sequence += 1
             sequence = self._sequence
         self._replies[self._num_sent] = asyncio.get_running_loop().create_future()
-        self._desk.receive(self, [Request(id=self._num_sent, body=body, sequence=sequence or 0)])
+        self._master_loop.receive(self, [Request(id=self._num_sent, body=body, sequence=sequence or 0)])
         return self._replies[self._num_sent]
 
     async def attach(
@@ -172,10 +173,12 @@ class Stream(AgentStream):
         return self.ask(LeaveJob(node=me.node, incarnation=me.incarnation, reason=LeaveReason.PREEMPTED))
 
     def beat(self) -> None:
-        self._desk.receive(self, [Beat(Heartbeat(node=self.attached.node, incarnation=self.attached.incarnation))])
+        self._master_loop.receive(
+            self, [Beat(Heartbeat(node=self.attached.node, incarnation=self.attached.incarnation))]
+        )
 
     def close(self) -> None:
-        self._desk.closed(self)
+        self._master_loop.closed(self)
 
 
 def an_attach(launch: str, *, incarnation: int = 0, rank: int | None = None, terms: JobTerms = QUICK) -> Attach:
@@ -194,32 +197,34 @@ async def soon(waited: Awaitable[T]) -> T:
 
 
 class Room:
-    """A desk at work. However slow the machine is, it stands still only when it is told to."""
+    """A loop at work. However slow the machine is, it stands still only when it is told to."""
 
-    def __init__(self, desk: MasterLoop, disk: Disk, watch: Time, pulse: Time, working: asyncio.Future[None]) -> None:
-        self.desk = desk
+    def __init__(
+        self, master_loop: MasterLoop, disk: Disk, watch: Time, pulse: Time, working: asyncio.Future[None]
+    ) -> None:
+        self.master_loop = master_loop
         self.disk = disk
         self.watch = watch
         self._pulse = pulse
         self.working = working
 
     def stream(self) -> Stream:
-        return Stream(self.desk)
+        return Stream(self.master_loop)
 
     async def status(self) -> JobStatus:
-        status = await soon(self.desk.ask(AskStatus()))
+        status = await soon(self.master_loop.ask(AskStatus()))
         assert isinstance(status, JobStatus)
         return status
 
     async def turn(self) -> None:
         """One at least."""
-        await soon(self.desk.ask(Ping()))
+        await soon(self.master_loop.ask(Ping()))
 
     async def hold_a_write(self) -> asyncio.Future[Reply]:
         """A turn that stays in its write until `disk.is_open` is set: what comes meanwhile waits for the next one."""
         self.disk.is_open.clear()
         self.disk.is_writing.clear()
-        held = asyncio.ensure_future(self.desk.ask(Ping()))
+        held = asyncio.ensure_future(self.master_loop.ask(Ping()))
         await soon(self.disk.is_writing.wait())
         return held
 
@@ -230,7 +235,7 @@ class Room:
     async def wait_until_written(self) -> None:
         """The journal is tried once a second; the turn after that serves again."""
         async with asyncio.timeout(10):
-            while self.desk._durable.is_failing:
+            while self.master_loop._durable.is_failing:
                 self.watch.move(1.0)
                 await self.turn()
 
@@ -250,9 +255,9 @@ async def make_room(tmp_path: Path) -> AsyncIterator[MakeRoom]:
         disk.is_open.set()
         stalls = LoopWatch(lambda: pulse.read() / 1e9)
         clock = MasterClock(monotonic=watch.read)
-        desk = MasterLoop(disk, make_job(await disk.restore()), clock, job_name="job", stalls=stalls)
-        await desk.begin(disk.master_epoch)
-        rooms.append(Room(desk, disk, watch, pulse, asyncio.ensure_future(desk.run())))
+        master_loop = MasterLoop(disk, make_job(await disk.restore()), clock, job_name="job", stalls=stalls)
+        await master_loop.begin(disk.master_epoch)
+        rooms.append(Room(master_loop, disk, watch, pulse, asyncio.ensure_future(master_loop.run())))
         return rooms[-1]
 
     yield make
@@ -368,7 +373,7 @@ async def test_failures_are_put_in_order_although_the_clock_stood_still(make_roo
     room.disk.is_full = False
     await room.wait_until_written()
     await late.attach("b", terms=terms)
-    stood_still = room.desk._clock.stood_still
+    stood_still = room.master_loop._clock.stood_still
     assert stood_still >= 100_000_000
     for agent in (early, late):
         assert isinstance(await soon(agent.ask(agent.a_join())), Answer)
@@ -381,7 +386,7 @@ async def test_failures_are_put_in_order_although_the_clock_stood_still(make_roo
         me = agent.attached
         report = ReportFailure(node=me.node, incarnation=me.incarnation, round=Round(1), failures=(failure,), lived=1.0)
         assert isinstance(await soon(agent.ask(report)), Answer)
-    incident = room.desk.job.state.restarts.incident
+    incident = room.master_loop.job.state.restarts.incident
     assert incident is not None
     assert incident.first.failure.global_rank == 0
     assert begin < incident.first.failure.exited_at < failed_at + 2_000_000
@@ -570,30 +575,30 @@ async def test_a_stream_that_ends_before_its_attach_is_durable_leaves_no_node_be
 async def test_the_launcher_stops_a_busy_master(make_room: MakeRoom) -> None:
     room = await make_room()
     held = await room.hold_a_write()
-    asking = [asyncio.ensure_future(room.desk.ask(Ping())) for _ in range(MAX_REQUESTS_IN_WORK + 10)]
+    asking = [asyncio.ensure_future(room.master_loop.ask(Ping())) for _ in range(MAX_REQUESTS_IN_WORK + 10)]
     await asyncio.sleep(0)
-    assert room.desk.num_in_work >= MAX_REQUESTS_IN_WORK
-    stopping = asyncio.ensure_future(end_job(room.desk))
+    assert room.master_loop.num_in_work >= MAX_REQUESTS_IN_WORK
+    stopping = asyncio.ensure_future(end_job(room.master_loop))
     await asyncio.sleep(0)
     room.disk.is_open.set()
     await soon(stopping)
     await soon(held)
     await soon(asyncio.gather(*asking, return_exceptions=True))
-    assert (await soon(room.desk.finished)).reason is ExitReason.STOPPED_BY_USER
+    assert (await soon(room.master_loop.finished)).reason is ExitReason.STOPPED_BY_USER
 
 
 async def test_the_launcher_stops_a_master_with_a_full_disk_as_soon_as_there_is_room(make_room: MakeRoom) -> None:
     room = await make_room()
     room.disk.is_full = True
     with pytest.raises(Unavailable):
-        await soon(room.desk.ask(StopJob()))
-    stopping = asyncio.ensure_future(end_job(room.desk))
+        await soon(room.master_loop.ask(StopJob()))
+    stopping = asyncio.ensure_future(end_job(room.master_loop))
     await room.turn()
-    assert not room.desk.finished.done()
+    assert not room.master_loop.finished.done()
     room.disk.is_full = False
     await room.wait_until_written()
     await soon(stopping)
-    assert (await soon(room.desk.finished)).reason is ExitReason.STOPPED_BY_USER
+    assert (await soon(room.master_loop.finished)).reason is ExitReason.STOPPED_BY_USER
 
 
 class FragileJob(Job):
@@ -608,7 +613,7 @@ class FragileJob(Job):
 async def test_a_replaced_master_with_nothing_to_do_ends_all_the_same(make_room: MakeRoom, tmp_path: Path) -> None:
     room = await make_room()
     newer = await JournalThread.open(tmp_path / "journal.sqlite", job_name="job")
-    room.desk._wake.set()  # as its nap of 5 s would
+    room.master_loop._wake.set()  # as its nap of 5 s would
     with pytest.raises(Fenced):
         await soon(asyncio.shield(room.working))
     await newer.close()
@@ -628,7 +633,7 @@ async def test_a_deadline_that_breaks_the_core_neither_spins_nor_stops_the_other
     before = room.watch.num_reads
     for _ in range(200):
         await asyncio.sleep(0)
-    assert room.watch.num_reads - before < 20, "the desk turns and turns"
+    assert room.watch.num_reads - before < 20, "the loop turns and turns"
     second.close()
     await room.turn()
     room.watch.move(5.05)
@@ -639,15 +644,15 @@ async def test_a_deadline_that_breaks_the_core_neither_spins_nor_stops_the_other
 async def test_the_watch_is_woken_by_a_new_world_and_not_by_who_only_comes(make_room: MakeRoom, tmp_path: Path) -> None:
     """It looks at all ranks when it is woken, and after a restart of the master thousands come."""
     room = await make_room()
-    keeper = WatchKeeper(room.desk, room.desk._clock, job_name="job", directory=tmp_path)
+    journal_thread = WatchDriver(room.master_loop, room.master_loop._clock, job_name="job", directory=tmp_path)
     first, second = room.stream(), room.stream()
     await first.attach("a")
-    keeper._step()
-    keeper._wake.clear()
+    journal_thread._step()
+    journal_thread._wake.clear()
     assert isinstance(await soon(first.ask(first.a_join())), Answer)
-    assert keeper._wake.is_set()
-    keeper._step()
-    keeper._wake.clear()
-    assert keeper.watch.picture.scene.round == 1
+    assert journal_thread._wake.is_set()
+    journal_thread._step()
+    journal_thread._wake.clear()
+    assert journal_thread.watch.picture.scene.round == 1
     await second.attach("b")
-    assert not keeper._wake.is_set()
+    assert not journal_thread._wake.is_set()

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from dlrover.agent.monitor.limits import ResourceLimits
 from dlrover.agent.monitor.resources import ResourceMonitor
 from dlrover.core.outcome import Outcome
-from dlrover.master.view.gatherer import Lookout
-from dlrover.master.view.metrics import MAX_NODES, METRICS, Meters
-from dlrover.master.view.metrics_server import MAX_HEAD, MAX_SCRAPES, Exposition
+from dlrover.master.view.gatherer import Gatherer
+from dlrover.master.view.metrics import MAX_NODES, METRICS, JobMetrics
+from dlrover.master.view.metrics_server import MAX_HEAD, MAX_SCRAPES, MetricsServer
 from dlrover.protocol.codec import decode_from_agent, encode_frame
 from dlrover.protocol.messages.checkpoint import CheckpointCommitted, ShardWritten
 from dlrover.protocol.messages.frames import Observed
@@ -29,13 +29,13 @@ ROOT = Path(__file__).parents[3]
 NAMES = {metric.name for metric in METRICS}
 
 
-def watched(num_nodes: int = 4) -> tuple[Lookout, Meters]:
+def watched(num_nodes: int = 4) -> tuple[Gatherer, JobMetrics]:
     job = StandInJob(a_status(num_nodes))
-    lookout = Lookout(job)
+    gatherer = Gatherer(job)
     for node in range(num_nodes):
-        lookout.observe(a_progress(node), NOW)
-        lookout.observe(a_usage(node), NOW)
-    return lookout, Meters(lookout, last_heard=job.last_heard, num_in_work=lambda: 3)
+        gatherer.observe(a_progress(node), NOW)
+        gatherer.observe(a_usage(node), NOW)
+    return gatherer, JobMetrics(gatherer, last_heard=job.last_heard, num_in_work=lambda: 3)
 
 
 def samples(text: bytes) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -47,14 +47,14 @@ def samples(text: bytes) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 async def test_the_numbers_are_those_of_the_job() -> None:
-    lookout, meters = watched()
-    lookout.hear(a_failure(), Outcome(Done()), NOW)
+    gatherer, job_metrics = watched()
+    gatherer.hear(a_failure(), Outcome(Done()), NOW)
     saved = {"directory": "/d", "step": 7, "attempt": "a"}
     shard = ShardWritten(**saved, target="/d/7", shard=0, num_shards=1, round=Round(1), digest="")
-    meters.hear(shard, Outcome(Done()), NOW)
-    meters.hear(CheckpointCommitted(**saved), Outcome(Done()), Micros(NOW + 2_000_000))
-    meters.committed(0.002)
-    found = samples(await meters.render())
+    job_metrics.hear(shard, Outcome(Done()), NOW)
+    job_metrics.hear(CheckpointCommitted(**saved), Outcome(Done()), Micros(NOW + 2_000_000))
+    job_metrics.committed(0.002)
+    found = samples(await job_metrics.render())
     assert found["dlrover_job_stage", ("running",)] == 1
     assert found["dlrover_job_stage", ("stopped",)] == 0
     assert found["dlrover_nodes", ("alive",)] == 4
@@ -82,7 +82,7 @@ async def test_the_numbers_are_those_of_the_job() -> None:
 
 
 async def test_what_an_agent_measures_is_told_to_the_byte(tmp_path: Path) -> None:
-    lookout, meters = watched(1)
+    gatherer, job_metrics = watched(1)
     told: list[WatchObservation] = []
     agent = ResourceMonitor(
         workers=dict, paths=[str(tmp_path)], observe=told.append, who=lambda: (NodeId(0), Incarnation(1))
@@ -92,36 +92,36 @@ async def test_what_an_agent_measures_is_told_to_the_byte(tmp_path: Path) -> Non
     assert report is not None
     (parcel,) = decode_from_agent(encode_frame([Observed(report)]))
     assert isinstance(parcel, Observed)
-    lookout.observe(parcel.observation, NOW)
-    found = samples(await meters.render())
+    gatherer.observe(parcel.observation, NOW)
+    found = samples(await job_metrics.render())
     assert found["dlrover_node_memory_limit_bytes", ("0",)] == ResourceLimits().memory().limit_bytes
 
 
 async def test_the_counter_of_seconds_tells_what_is_booked_because_a_counter_never_falls() -> None:
-    lookout, meters = watched()
+    gatherer, job_metrics = watched()
     seconds, booked = {TimeClass.COMPUTE: 10.0, TimeClass.START_UP: 5.0}, {TimeClass.START_UP: 5.0}
-    lookout.goodput = replace(NO_GOODPUT, wall=15.0, seconds=seconds, booked=booked)
-    found = samples(await meters.render())
+    gatherer.goodput = replace(NO_GOODPUT, wall=15.0, seconds=seconds, booked=booked)
+    found = samples(await job_metrics.render())
     told = {labels: value for (name, labels), value in found.items() if name == "dlrover_goodput_node_seconds_total"}
     assert told == {("start-up",): 5.0}
 
 
 async def test_a_job_that_stands_still_or_is_over_has_no_speed_of_before() -> None:
     job = StandInJob()
-    lookout = Lookout(job)
+    gatherer = Gatherer(job)
 
     async def speed_at(second: int, *, step: int) -> float | None:
         now = Micros(NOW + second * 1_000_000)
-        lookout.observe(a_progress(0, step=step), now)
+        gatherer.observe(a_progress(0, step=step), now)
         job.status = replace(job.status, now=now)
-        await lookout.look()
-        return lookout.steps_per_second
+        await gatherer.look()
+        return gatherer.steps_per_second
 
     assert await speed_at(0, step=100) is None
     assert await speed_at(5, step=110) == 2.0
     assert await speed_at(20, step=110) == 2.0, "four heartbeats have not passed"
     assert await speed_at(30, step=110) == 0.0
-    assert lookout.board.last_point("steps per second") == 0.0
+    assert gatherer.board.last_point("steps per second") == 0.0
     assert await speed_at(100, step=110) == 0.0
     assert await speed_at(105, step=112) is None, "the hang is no part of its speed"
     assert await speed_at(110, step=122) == 2.0
@@ -131,32 +131,32 @@ async def test_a_job_that_stands_still_or_is_over_has_no_speed_of_before() -> No
 
 async def test_a_job_of_long_steps_has_a_speed_between_them() -> None:
     job = StandInJob()
-    lookout = Lookout(job)
+    gatherer = Gatherer(job)
     for second, step in ((0, 1), (60, 2), (200, 2)):
         now = Micros(NOW + second * 1_000_000)
-        lookout.observe(a_progress(0, step=step), now)
+        gatherer.observe(a_progress(0, step=step), now)
         job.status = replace(job.status, now=now)
-        await lookout.look()
-    assert lookout.steps_per_second == pytest.approx(1 / 60)
+        await gatherer.look()
+    assert gatherer.steps_per_second == pytest.approx(1 / 60)
 
 
 async def test_beyond_a_thousand_nodes_only_sums_are_told() -> None:
     few = len(samples(await watched(8)[1].render()))
-    _, meters = watched(MAX_NODES + 1)
-    found = samples(await meters.render())
+    _, job_metrics = watched(MAX_NODES + 1)
+    found = samples(await job_metrics.render())
     assert len(found) < few
     assert found["dlrover_heartbeat_age_seconds_max", ()] == 2
 
 
 async def test_strange_names_are_quoted_and_cut() -> None:
-    lookout, meters = watched()
+    gatherer, job_metrics = watched()
     report = a_progress(0)
     worker = report.workers[0].__class__(local_rank=0, global_rank=0, metrics={'a"b\nc\\' * 100: float("nan")})
-    lookout.metrics.clear()
-    lookout.observe(
+    gatherer.metrics.clear()
+    gatherer.observe(
         report.__class__(node=report.node, incarnation=report.incarnation, round=report.round, workers=(worker,)), NOW
     )
-    found = [labels for name, labels in samples(await meters.render()) if name == "dlrover_training_metric"]
+    found = [labels for name, labels in samples(await job_metrics.render()) if name == "dlrover_training_metric"]
     assert found == [(('a"b\nc\\' * 100)[:200],)]
 
 
@@ -189,15 +189,15 @@ async def test_a_scrape_needs_the_token_and_rubbish_gets_an_answer(sent: bytes, 
     async def render() -> bytes:
         return b"numbers\n"
 
-    exposition = Exposition(render, lambda token: token == "yes")
-    port = await exposition.start("127.0.0.1", 0)
+    metrics_server = MetricsServer(render, lambda token: token == "yes")
+    port = await metrics_server.start("127.0.0.1", 0)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
         answer = await asyncio.wait_for(reader.read(), 30)
         writer.close()
     finally:
-        exposition.stop()
+        metrics_server.stop()
     assert answer.split(b" ")[1] == status
     assert (b"numbers" in answer) == (status == b"200")
 
@@ -206,8 +206,8 @@ async def test_half_scrapes_do_not_keep_others_out() -> None:
     async def render() -> bytes:
         return b"numbers\n"
 
-    exposition = Exposition(render, lambda token: token == "yes")
-    port = await exposition.start("127.0.0.1", 0)
+    metrics_server = MetricsServer(render, lambda token: token == "yes")
+    port = await metrics_server.start("127.0.0.1", 0)
     halves = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * MAX_SCRAPES)]
     try:
         for _, writer in halves:
@@ -221,4 +221,4 @@ async def test_half_scrapes_do_not_keep_others_out() -> None:
     finally:
         for _, writer in halves:
             writer.transport.abort()
-        exposition.stop()
+        metrics_server.stop()

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from dlrover.core.outcome import Outcome
-from dlrover.master.view.gatherer import Lookout
-from dlrover.master.view.metrics import CONTENT_TYPE, Meters
+from dlrover.master.view.gatherer import Gatherer
+from dlrover.master.view.metrics import CONTENT_TYPE, JobMetrics
 from dlrover.master.view.sources import gather_data, gather_diagnosis, gather_events, gather_goodput
 from dlrover.master.web.access import Access
 from dlrover.master.web.app import Web
@@ -140,7 +140,7 @@ def a_failure(rank: int = 0, *, message: str = "killed", traceback: str = "", at
 
 @dataclass
 class StandInJob:
-    """Answers as the desk does, from what the test put here."""
+    """Answers as the loop does, from what the test put here."""
 
     status: JobStatus = field(default_factory=a_status)
     heartbeat: float = 5.0
@@ -175,16 +175,16 @@ class StandInJob:
 class Page:
     url: str
     job: StandInJob
-    lookout: Lookout
-    meters: Meters
+    gatherer: Gatherer
+    job_metrics: JobMetrics
     access: Access
     logs: LogReader
 
     async def update(self) -> None:
-        await self.lookout.look()
+        await self.gatherer.look()
 
     def fail(self, report: ReportFailure) -> None:
-        self.lookout.hear(report, Outcome(Done()), self.job.status.now)
+        self.gatherer.hear(report, Outcome(Done()), self.job.status.now)
 
 
 @contextlib.asynccontextmanager
@@ -192,27 +192,27 @@ async def serve_page(
     job: StandInJob | None = None, *, master_log: str = "", token: str = TOKEN, urls: str = ""
 ) -> AsyncIterator[Page]:
     job = StandInJob() if job is None else job
-    lookout = Lookout(job)
-    lookout.gatherers += [gather_data, gather_events, gather_goodput, gather_diagnosis]
-    meters = Meters(lookout, last_heard=job.last_heard, num_in_work=lambda: 0)
+    gatherer = Gatherer(job)
+    gatherer.sources += [gather_data, gather_events, gather_goodput, gather_diagnosis]
+    job_metrics = JobMetrics(gatherer, last_heard=job.last_heard, num_in_work=lambda: 0)
     access = Access(token)
-    workers = lambda: {each.global_rank: node for node, report in lookout.progress.items() for each in report.workers}  # noqa: E731
+    workers = lambda: {each.global_rank: node for node, report in gatherer.progress.items() for each in report.workers}  # noqa: E731
     logs = LogReader(master_log, order=lambda node, order: job.order(node, order), workers=workers)
     web = Web(
-        lookout,
+        gatherer,
         access=access,
         ask=job.ask,
         logs=logs,
-        metrics=meters.render,
+        metrics=job_metrics.render,
         metrics_type=CONTENT_TYPE,
         hosts=Hosts("127.0.0.1", urls),
     )
     server = PageServer(web.app(), None, is_known=web.is_known)
     port = server.start("127.0.0.1", 0)
     try:
-        yield Page(f"http://127.0.0.1:{port}", job, lookout, meters, access, logs)
+        yield Page(f"http://127.0.0.1:{port}", job, gatherer, job_metrics, access, logs)
     finally:
-        lookout.board.close()
+        gatherer.board.close()
         await server.stop()
 
 
@@ -249,5 +249,5 @@ def populate(page: Page, num_nodes: int) -> None:
     """All nodes train and tell of it."""
     page.job.status = a_status(num_nodes)
     for node in range(num_nodes):
-        page.lookout.observe(a_progress(node, is_stalled=node % 101 == 7), NOW)
-        page.lookout.observe(a_usage(node), NOW)
+        page.gatherer.observe(a_progress(node, is_stalled=node % 101 == 7), NOW)
+        page.gatherer.observe(a_usage(node), NOW)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from dlrover.master.view.gatherer import Lookout
+from dlrover.master.view.gatherer import Gatherer
 from dlrover.master.view.sources import gather_diagnosis, gather_goodput
 from dlrover.master.web import stream
 from dlrover.master.web.access import one_time_link, read_only_token
@@ -215,14 +215,14 @@ async def test_a_reader_that_takes_nothing_is_let_go_and_readers_are_bounded(mon
     async with serve_page() as page:
         async with events_of(page, limit=1024), asyncio.timeout(30):
             number = 0
-            while page.lookout.num_viewers:  # until it has more than the sockets' buffers hold
+            while page.gatherer.num_viewers:  # until it has more than the sockets' buffers hold
                 number += 1
-                page.lookout.board.put("large", "", f"{number % 10}" * 2_000_000)
-                page.lookout.board.publish()
-                await page.lookout.board.wait_beyond(page.lookout.board.version, 0.02)
-        page.lookout.num_viewers = MAX_VIEWERS
+                page.gatherer.board.put("large", "", f"{number % 10}" * 2_000_000)
+                page.gatherer.board.publish()
+                await page.gatherer.board.wait_beyond(page.gatherer.board.version, 0.02)
+        page.gatherer.num_viewers = MAX_VIEWERS
         assert (await fetch(page, "/api/v1/stream", headers=bearer())).status == 503
-        page.lookout.num_viewers = 0
+        page.gatherer.num_viewers = 0
 
 
 async def test_logs_are_cut_cleaned_and_only_of_known_names(tmp_path: Path) -> None:
@@ -283,20 +283,20 @@ async def test_a_verdict_of_each_of_many_nodes_has_its_place_on_the_page() -> No
         )
         for node in range(5)
     )
-    lookout = Lookout(StandInJob(diagnosis=Diagnosis(verdicts=past)))
-    lookout.gatherers.append(gather_diagnosis)
-    await lookout.look()
-    views = [msgspec.to_builtins(view) for view in lookout.board.section("verdicts").values()]
+    gatherer = Gatherer(StandInJob(diagnosis=Diagnosis(verdicts=past)))
+    gatherer.sources.append(gather_diagnosis)
+    await gatherer.look()
+    views = [msgspec.to_builtins(view) for view in gatherer.board.section("verdicts").values()]
     assert {view["culprits"] for view in views} == {f"node {node}" for node in range(5)}
 
 
 async def test_the_page_is_told_what_stops_the_master_and_when_it_goes_on() -> None:
     job = StandInJob()
-    lookout = Lookout(job)
+    gatherer = Gatherer(job)
     for blocked in ("its disk is full", ""):
         job.status = replace(job.status, blocked=blocked)
-        await lookout.look()
-        (view,) = lookout.board.section("job").values()
+        await gatherer.look()
+        (view,) = gatherer.board.section("job").values()
         assert view["blocked"] == blocked
 
 
@@ -304,10 +304,10 @@ async def test_the_page_is_told_that_redo_is_unknown() -> None:
     seconds = {TimeClass.COMPUTE: 15.0, TimeClass.START_UP: 5.0}
     found = replace(NO_GOODPUT, wall=20.0, seconds=seconds, goodput=0.75, goodput_since_start=0.75)
     for is_redo_known in (True, False):
-        lookout = Lookout(StandInJob(goodput=replace(found, is_redo_known=is_redo_known)))
-        lookout.gatherers.append(gather_goodput)
-        await lookout.look()
-        (view,) = lookout.board.section("goodput").values()
+        gatherer = Gatherer(StandInJob(goodput=replace(found, is_redo_known=is_redo_known)))
+        gatherer.sources.append(gather_goodput)
+        await gatherer.look()
+        (view,) = gatherer.board.section("goodput").values()
         assert view["is_redo_known"] is is_redo_known
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from dlrover.agreed import worker_failure
 from dlrover.core.diagnosis.diagnostician import conclude
 from dlrover.core.diagnosis.picture import FailedWorkers, Picture
 from dlrover.core.diagnosis.stacks import say_collective
-from dlrover.core.failures import blame
 from dlrover.protocol.messages.job import FailureKind, Micros, Round, WorkerFailure
 from dlrover.protocol.messages.watch import ActionKind, Collective, Culprit, FaultClass, Verdict
 
@@ -73,7 +73,7 @@ class CrashLoop:
         if not picture.failures or _incident(picture.failures[-1]) == self._said:
             return
         _, newest = self._said = _incident(picture.failures[-1])
-        digest = blame.traceback_digest(newest)
+        digest = worker_failure.traceback_digest(newest)
         count, step = 0, None
         for failed in _newest_by_round(picture.failures):
             # Who fails before the end of its first step tells of none: it got no further, either.
@@ -103,7 +103,7 @@ def fault_of(failure: WorkerFailure) -> FaultClass:
             return fault
     if failure.kind is FailureKind.PEER_LOST:
         return FaultClass.NETWORK
-    if blame.is_device_fault(failure):
+    if worker_failure.is_device_fault(failure):
         return FaultClass.DEVICE
     if failure.kind is FailureKind.SIGNAL:
         return FaultClass.DEAD
@@ -136,12 +136,12 @@ def _incident(failed: FailedWorkers) -> tuple[Round, WorkerFailure]:
 
 
 def _first(failed: FailedWorkers) -> WorkerFailure:
-    return blame.first_of(failed.failures) if failed.first is None else failed.first.failure
+    return worker_failure.first_of(failed.failures) if failed.first is None else failed.first.failure
 
 
 def _is_same(one: WorkerFailure, other: WorkerFailure, digest: str) -> bool:
     if digest:
-        return blame.traceback_digest(one) == digest
+        return worker_failure.traceback_digest(one) == digest
     return (one.kind, one.message, one.exit_code, one.signal) == (
         other.kind,
         other.message,

@@ -22,7 +22,7 @@ from dlrover.core.diagnosis.inference import (
 )
 from dlrover.core.diagnosis.picture import Picture
 from dlrover.core.diagnosis.samples import Sample
-from dlrover.core.outcome import MICROS_PER_SECOND, micros
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages.job import Micros, NodeId, Round
 from dlrover.protocol.messages.watch import ActionKind, FaultClass, Phase, ResourceReport, Verdict
 

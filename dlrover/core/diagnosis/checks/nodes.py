@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from dlrover.core.diagnosis.diagnostician import blame_ranks, conclude
 from dlrover.core.diagnosis.picture import Picture, RankRecord
-from dlrover.core.outcome import MICROS_PER_SECOND
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND
 from dlrover.protocol.messages.job import Micros, NodeId
 from dlrover.protocol.messages.watch import ActionKind, Culprit, FaultClass, ResourceReport, Verdict
 from dlrover.protocol.units import MIB, amount
