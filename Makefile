@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis chaos clean lock licences simulate false-alarms
+.PHONY: help setup demo demo-kubernetes demo-ray test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,20 +23,43 @@ ifdef LOCKED
 	@$(PIP) -c constraints.txt torch
 	@$(PIP) --no-deps --no-build-isolation -e .
 else
-	@$(PIP) -c constraints.txt -e '.[dev,torch,data,frameworks,dashboard,stacks]'
+	@$(PIP) -c constraints.txt -e '.[dev,torch,data,frameworks,dashboard,stacks,k8s]'
 endif
 	@touch $@
+
+# Ray lies over .venv in an environment of its own: other targets do not need it, and its 57 packages stay away from theirs.
+RAY_VENV ?= .venv-ray
+RAY_BIN := $(RAY_VENV)/bin
+RAY_STAMP := $(RAY_VENV)/.installed
+OLDEST_RAY := 2.40.0
+
+define over_venv
+	@test -x $(1)/bin/python || $(BIN)/python -m venv $(1)
+	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' > "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+endef
 
 demo: $(STAMP) ## train a small GPT with 2 workers, kill one, watch it recover
 	@$(BIN)/python examples/gpt/demo.py
 
+demo-kubernetes: $(STAMP) ## an ElasticJob of three workers; a pod is deleted, another evicted, the master's pod deleted (needs root, no cluster)
+	@$(BIN)/python examples/kubernetes/demo.py
+
+demo-ray: $(RAY_STAMP) ## a job on a Ray of four machines; a worker, a node, a machine and the job's host are killed (no cluster needed)
+	@$(RAY_BIN)/python examples/ray/demo.py
+
 test: lint unit ## all checks and tests: what CI runs
+
+test-core: $(STAMP) ## the fast loop: messages, decisions and samples of simulated jobs (about 30 s)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/protocol tests/agreed tests/core tests/simulator
 
 lint: $(STAMP) ## formatting, lint, types, layers
 	$(BIN)/ruff format --check dlrover tests benchmarks examples tools
 	$(BIN)/ruff check dlrover tests benchmarks examples tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+measure-style: $(STAMP) ## print how the code is built, in figures: sizes, types, imports, names, words (about 15 s)
+	@$(BIN)/python tools/measure_style.py
 
 format: $(STAMP) ## rewrite the code as the formatter wants it
 	$(BIN)/ruff format dlrover tests benchmarks examples tools
@@ -46,6 +69,52 @@ unit: $(STAMP) ## the tests alone, a file on each of two cores at a time
 	@# With PYTHONDONTWRITEBYTECODE set, each of the thousands of processes would compile our modules again.
 	@$(BIN)/python -m compileall -q dlrover tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-kubernetes: $(STAMP) ## what needs an API server: ours, and a real one too if KUBEBUILDER_ASSETS names a directory with etcd and kube-apiserver
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/kubernetes
+
+$(RAY_STAMP): $(STAMP)
+	@echo "Installing Ray into $(RAY_VENV)"
+	$(call over_venv,$(RAY_VENV))
+	@$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'ray[default]' omegaconf
+	@touch $@
+
+.venv-ray-oldest/.installed: $(STAMP)
+	@echo "Installing Ray $(OLDEST_RAY) into .venv-ray-oldest"
+	$(call over_venv,.venv-ray-oldest)
+	@$(BIN)/python -c 'import re; print("".join(line for line in open("constraints.txt") if not re.match("ray==", line)), end="")' > .venv-ray-oldest/constraints.txt
+	@.venv-ray-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ray-oldest/constraints.txt 'ray[default]==$(OLDEST_RAY)'
+	@touch $@
+
+test-ray: $(RAY_STAMP) ## what needs a Ray cluster: a real one of several raylets on this machine
+	$(RAY_BIN)/python -m pytest tests/ray
+
+test-ray-oldest: .venv-ray-oldest/.installed ## the same with the oldest Ray that we support
+	.venv-ray-oldest/bin/python -m pytest tests/ray
+
+bench-ray: $(RAY_STAMP) ## a killed worker and a killed node: ours on Ray and Ray Train v2, interleaved (about 20 minutes)
+	$(RAY_BIN)/python benchmarks/ray_recovery.py
+
+# TensorFlow's Estimator needs packages of 2023: an environment of its own, which shares nothing with the others.
+TF_PYTHON ?= python3.11
+TF_VENV ?= .venv-tf215
+TF_STAMP := $(TF_VENV)/.installed
+
+$(TF_STAMP): pyproject.toml constraints.tensorflow.txt
+	@$(TF_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v[:2] == (3, 11) else f"TensorFlow 2.15 needs Python 3.11, {v.major}.{v.minor} found; set TF_PYTHON=/path/to/python3.11")'
+	@test -x $(TF_VENV)/bin/python || $(TF_PYTHON) -m venv $(TF_VENV)
+	@echo "Installing TensorFlow 2.15 into $(TF_VENV) (about 1.3 GB; two minutes the first time)"
+	@$(TF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.tensorflow.txt -e '.[tensorflow-estimator]' pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+test-tensorflow: $(TF_STAMP) ## parameter-server jobs with real TensorFlow 2.15, in an environment of their own (needs Python 3.11)
+	$(TF_VENV)/bin/python -m pytest tests/tensorflow
+
+demo-tensorflow: $(TF_STAMP) ## a click-rate model with 2 parameter servers; one is killed, a third joins, every record is counted
+	@$(TF_VENV)/bin/python examples/tensorflow/ctr/demo.py
+
+bench-tensorflow: $(TF_STAMP) ## a parameter server is killed five times: ours against a script that does nothing else (about 5 minutes)
+	$(TF_VENV)/bin/python benchmarks/tensorflow_failover.py
 
 bench: $(STAMP) ## failover and start-up against torchrun and dlrover 0.6.1, interleaved (about 20 minutes)
 	$(BIN)/python benchmarks/failover.py
@@ -76,13 +145,21 @@ bench-monitoring: $(STAMP) ## what watching costs: a step with and without the h
 	$(BIN)/python benchmarks/monitoring.py
 
 chaos: $(STAMP) ## slow fault tests that are not part of `make test`
-	$(BIN)/python -m pytest -m chaos
+	$(BIN)/python -m pytest -m chaos tests tests/kubernetes
+
+chaos-ray: $(RAY_STAMP) ## the slow ones of the Ray platform: a machine that is silent for 90 s, and the recommended settings
+	$(RAY_BIN)/python -m pytest -m chaos tests/ray
 
 simulate: $(STAMP) ## a million injected faults against the control plane, on all cores
 	$(BIN)/python -m dlrover.simulator --faults 1000000 --seed 1
 
 false-alarms: $(STAMP) ## 10,000 simulated node-days of healthy, busy nodes: nobody may be given up
 	$(BIN)/python -m dlrover.simulator --false-alarms --node-days 10000 --seed 1
+
+SEED ?= 1
+SAMPLE ?= 500
+mutate: $(STAMP) ## 500 small mistakes in the core, one at a time: the goal is that 95 % are noticed (20 to 30 minutes; SEED=N draws others)
+	$(BIN)/python -m tools.mutation --seed $(SEED) --sample $(SAMPLE) --fresh --json mutation.json
 
 lock: $(STAMP) ## write the hashes of all pinned files to constraints.locked.txt (about 2 minutes)
 	$(BIN)/python tools/dependencies.py lock
@@ -91,4 +168,4 @@ licences: $(STAMP) ## write the licences of all pinned packages to docs/referenc
 	$(BIN)/python tools/dependencies.py licences
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest $(TF_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

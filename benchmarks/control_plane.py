@@ -4,6 +4,7 @@ The control plane: how fast masters gather nodes, hear heartbeats and keep keys:
     python benchmarks/control_plane.py                                  everything, three rounds, about 20 minutes
     python benchmarks/control_plane.py --quick                          small sizes, one round, without dlrover 0.6.1
     python benchmarks/control_plane.py --sizes 1000,10000 --parts rendezvous,reattach --json control_plane.json
+    python benchmarks/control_plane.py --sizes 10000 --parts door       do the limits for strangers disturb agents?
 
 Every server is a process of its own. Each round measures every system, in turned order, so that a noisy minute of the machine falls on all of
 them; figures are medians over the rounds. Before each round and after the last the machine is watched while we do nothing: what others take from it is printed.
@@ -34,14 +35,21 @@ from virtual_agents import VirtualAgent, all_run, beating, connect_all, join_all
 from dlrover.protocol.messages.job import JobTerms, Limits, Ping
 from dlrover.protocol.messages.kv import KvAdd, KvGet, KvSet
 
-DESK = Path(__file__).resolve().parent / "desk_transport.py"
-PARTS = ("rendezvous", "reattach", "heartbeats", "kv", "stream")
+FLOODS = Path(__file__).resolve().parent / "floods.py"
+LOOP = Path(__file__).resolve().parent / "loop_transport.py"
+PARTS = ("rendezvous", "reattach", "door", "heartbeats", "kv", "stream")
 SYSTEMS = ("ours", "dlrover-0.6.1", "torch")
 KV_OPERATIONS = ("set", "get", "multi-set", "multi-get")
 CLIENT_COUNTS = (1, 16)
 MOST_061_NODES = 1000
 """Its world message names every node, so the work grows with the square of their number."""
 VALUE = b"v" * 32
+TOKEN = "a token of the benchmark"
+CROWDS: dict[str, tuple[str, ...]] = {"alone": (), "with strangers": ("settled", "bodies")}
+"""Which floods strangers make while agents come."""
+STRANGER = "127.0.0.2"
+NUM_SPEAKERS = 64
+"""Agents that connect at a time. Each speaks as soon as it is connected, as in a process of its own; all of them in one process could not."""
 CLIENT_TIMEOUT = 180.0
 
 
@@ -102,7 +110,7 @@ class Bench:
             what = f"rendezvous of {size}"
             jobs.append((what, "ours", lambda size=size: self._rendezvous_ours(size)))
             if size > 256:
-                jobs.append((what, "ours, no sockets", lambda size=size: self._rendezvous_desk(size)))
+                jobs.append((what, "ours, no sockets", lambda size=size: self._rendezvous_in_process(size)))
             if size <= MOST_061_NODES and self._python_061 is not None:
                 jobs.append((what, "dlrover-0.6.1", lambda size=size: self._rendezvous_061(size)))
             if size in self.plan.c10d_sizes:
@@ -111,6 +119,13 @@ class Bench:
 
     def _reattach_jobs(self) -> list[tuple[str, str, Callable[[], list[Sample]]]]:
         return [(f"reattach of {size}", "ours", lambda size=size: self._reattach(size)) for size in self.plan.sizes]
+
+    def _door_jobs(self) -> list[tuple[str, str, Callable[[], list[Sample]]]]:
+        return [
+            (f"{size} at the door", name, lambda size=size, kinds=kinds, name=name: self._door(size, kinds, name))
+            for size in self.plan.sizes
+            for name, kinds in CROWDS.items()
+        ]
 
     def _heartbeats_jobs(self) -> list[tuple[str, str, Callable[[], list[Sample]]]]:
         jobs: list[tuple[str, str, Callable[[], list[Sample]]]] = [("heartbeats", "ours", self._heartbeats_ours)]
@@ -136,8 +151,8 @@ class Bench:
         with our_master(self._new_folder()) as master:
             return [Sample("rendezvous", "ours", size, asyncio.run(rendezvous(master, size)))]
 
-    def _rendezvous_desk(self, size: int) -> list[Sample]:
-        figures = output_of([sys.executable, str(DESK), str(size)])
+    def _rendezvous_in_process(self, size: int) -> list[Sample]:
+        figures = output_of([sys.executable, str(LOOP), str(size)])
         return [Sample("rendezvous", "ours, no sockets", size, figures)]
 
     def _rendezvous_061(self, size: int) -> list[Sample]:
@@ -155,6 +170,10 @@ class Bench:
     def _reattach(self, size: int) -> list[Sample]:
         with our_master(self._new_folder()) as master:
             return [Sample("reattach", "ours", size, asyncio.run(reattach(master, size)))]
+
+    def _door(self, size: int, kinds: Sequence[str], name: str) -> list[Sample]:
+        with our_master(self._new_folder(), token=TOKEN) as master:
+            return [Sample("door", name, size, asyncio.run(crowd(master, size, kinds)))]
 
     # Rates.
 
@@ -312,6 +331,34 @@ async def reattach(master: OurMaster, size: int) -> dict[str, float]:
     finally:
         for agent in agents:
             agent.close()
+
+
+async def crowd(master: OurMaster, size: int, kinds: Sequence[str]) -> dict[str, float]:
+    """All agents come at once, from one address, to a master that expects none of them; strangers may come from another address."""
+    terms = JobTerms(limits=Limits(min_nodes=size, max_nodes=size))
+    agents = [VirtualAgent(master.address, index, terms, token=TOKEN) for index in range(size)]
+    options = [master.address, "--seconds", "60", "--source", STRANGER]
+    floods = [
+        subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, str(FLOODS), kind, *options], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        for kind in kinds
+    ]
+    try:
+        async with beating(agents):
+            began_at, cpu_before = time.monotonic(), master.cpu
+            await connect_all(agents, at_a_time=size, speakers=NUM_SPEAKERS)
+            return {
+                "seconds": max(agent.attached_at for agent in agents) - began_at,
+                "cpu": master.cpu - cpu_before,
+                "num_lost": sum(agent.num_lost for agent in agents),
+                "rss_mb": master.rss_mb,
+            }
+    finally:
+        for agent in agents:
+            agent.close()
+        for flood in floods:
+            flood.communicate()
 
 
 async def gathered(master: OurMaster, size: int) -> list[VirtualAgent]:

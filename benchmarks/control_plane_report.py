@@ -79,6 +79,7 @@ def report(samples: Sequence[Sample], errors: Sequence[str], strangers: Sequence
         quietness(strangers),
         rendezvous_part(all_),
         reattach_part(all_),
+        door_part(all_),
         heartbeat_part(all_),
         kv_part(all_),
         stream_part(all_),
@@ -133,6 +134,33 @@ def reattach_part(all_: Samples) -> str:
         )
     head = ["agents", "serving again, s", "all attached, median s", "min-max", "CPU ms per agent, start included"]
     return titled("Our master killed: until all agents are attached to the next one", [*head, "RSS MB"], rows)
+
+
+def door_part(all_: Samples) -> str:
+    rows = []
+    for size, company in all_.cases("door"):
+        took = all_.of("door", company, size, figure("seconds"))
+        rows.append(
+            [
+                f"{size:,}",
+                company,
+                seconds(took.median if took else None),
+                spread(took),
+                shown(all_.of("door", company, size, figure("num_lost")), ",.0f"),
+                shown(all_.of("door", company, size, figure("cpu")), ".2f"),
+                shown(all_.of("door", company, size, figure("rss_mb")), ".0f"),
+            ]
+        )
+    head = [
+        "agents",
+        "who else comes",
+        "all attached, median s",
+        "min-max",
+        "connections lost",
+        "master CPU s",
+        "RSS MB",
+    ]
+    return titled("All agents come at once, from one address", head, rows)
 
 
 def heartbeat_part(all_: Samples) -> str:

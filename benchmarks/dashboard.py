@@ -36,10 +36,10 @@ async def measure(browser: Any, num_nodes: int, runs: int) -> str:
     async with serve_page() as page:
         populate(page, num_nodes)
         await page.update()
-        size = len(page.lookout.board.encoded(0))
+        size = len(page.gatherer.board.encoded(0))
         for _ in range(runs):
             began_at = time.perf_counter()
-            scrape = len(await page.meters.render())
+            scrape = len(await page.job_metrics.render())
             scraped = time.perf_counter() - began_at
             rows.append((*await open_page(browser, page, num_nodes), scraped))
     whole, opened, update, scraped = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -57,7 +57,7 @@ async def open_page(browser: Any, page: Page, num_nodes: int) -> tuple[float, fl
     whole, opened = await tab.evaluate(MEASURE)
     began_at = time.perf_counter()
     for node in range(0, num_nodes, 5):
-        page.lookout.observe(a_progress(node, step=2000 + int(began_at)), NOW)
+        page.gatherer.observe(a_progress(node, step=2000 + int(began_at)), NOW)
     page.job.status = a_status(num_nodes, host=f"h{began_at:.0f}")
     count = await tab.evaluate("performance.getEntriesByName('update').length")
     await page.update()

@@ -161,7 +161,7 @@ def measure_run(
     run.mkdir()
     (run / "tmp").mkdir()
     log = run / "output.log"
-    command = [*launcher.command, str(REFERENCE_JOB), "--dir", str(run)]
+    command = [*launcher.command, str(REFERENCE_JOB), "--dir", str(run), *launcher.options]
     files = EventFolder(run / "events")
     began_at_ns = time.monotonic_ns()
     with running(command, environment=environment_for(launcher, run), folder=run, log=log) as process:

@@ -46,6 +46,8 @@ BODY = b"\0" + (4 * 1024 * 1024).to_bytes(4, "big") + bytes(4 * 1024 * 1024)
 PIECE = 16_384
 TRICKLE_PERIOD = 0.5
 """Seconds between two bytes of a slow one."""
+RETURN_PERIOD = 0.02
+"""Seconds without an answer after which a stranger comes again."""
 MAX_CONNECTIONS = 8_000
 REQUEST_HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 
@@ -251,10 +253,23 @@ class HalfBodies(Settled):
         self.send()
 
 
+class Returning(HalfBodies):
+    """The same, and goes as soon as a question is not answered, to come again at once."""
+
+    async def run(self) -> None:
+        num_streams = -1
+        while num_streams != self.next and not self.closed.is_set():
+            num_streams = self.next
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETURN_PERIOD):
+                    await self.closed.wait()
+
+
 KINDS: dict[str, Callable[[Flood], Stranger]] = {
     "reset": Resetter,
     "open": Opener,
     "bodies": HalfBodies,
+    "returning": Returning,
     "idle": Stranger,
     "settled": Settled,
     "handshakes": Trickled,
@@ -264,6 +279,7 @@ USUAL_CONNECTIONS = {
     "reset": 1,
     "open": 1,
     "bodies": 10,
+    "returning": 10,
     "idle": 4_000,
     "settled": 4_000,
     "handshakes": 1_000,

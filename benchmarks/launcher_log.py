@@ -54,7 +54,7 @@ Of torch's elastic agent, on which dlrover 0.6.1 is built as well. It looks at i
 signal the survivors. Where none is left it only says who failed.
 """
 OURS_DETECTED = LogLine(
-    r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) INFO dlrover\.agent\.(?:workers\.)?process_tree ended pid={victim} ",
+    r"^(?P<at>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) INFO dlrover\.agent\.(?:workers\.)?process_tree end(?:ing|ed) pid={victim} ",
     "%Y-%m-%d %H:%M:%S,%f",
 )
 OURS_MET = LogLine(

@@ -224,8 +224,8 @@ class Trainer:
 
     def hooks(self, count: int) -> dict[str, float]:
         """Nanoseconds that each adds to what it is put around."""
+        from dlrover.trainer import phases
         from dlrover.trainer.torch.hooks import progress_hooks
-        from dlrover.trainer.worker import phases
 
         writer = phases.current()
         assert writer is not None, "this trainer has no page"

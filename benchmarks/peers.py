@@ -44,6 +44,8 @@ class Launcher:
     name: str
     command: tuple[str, ...]
     """Everything before the script's path."""
+    options: tuple[str, ...] = field(default=(), kw_only=True)
+    """For the script itself."""
     python: Path
     """Interpreter of its environment, to warm the file cache with."""
     environment: dict[str, str] = field(default_factory=dict)

@@ -31,6 +31,7 @@ NUM_LAYERS = 3
 BATCH_SIZE = (
     384  # with one thread: about 50 ms a step on the development machine, forward, backward, AdamW and checkpoint
 )
+FIRST_STEPS = 3  # of a life; then it becomes as large as it shall be, out of the way of what is measured
 
 
 class EventFile:
@@ -80,6 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="for the checkpoint and the event files")
     parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument(
+        "--resident-mib", type=int, default=0, help="memory to hold, touched after the first steps of a life"
+    )
     args = parser.parse_args()
 
     events = EventFile(args.dir / "events", int(os.environ["RANK"]))
@@ -105,6 +109,7 @@ def main() -> None:
         step = state["step"]
     report = step_reporter()
     events.write("restored", step=step)
+    ballast_at, ballast = step + FIRST_STEPS, None
 
     while step < args.steps:
         step += 1
@@ -119,6 +124,9 @@ def main() -> None:
             save(path, {"step": step, "model": model.module.state_dict(), "optimizer": optimizer.state_dict()})
         events.write("step", step=step)
         report(step)
+        if step == ballast_at and args.resident_mib:
+            ballast = torch.zeros(args.resident_mib << 20, dtype=torch.uint8).fill_(1)
+            events.write("resident", step=ballast.numel() >> 20)
 
     dist.destroy_process_group()
 

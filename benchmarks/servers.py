@@ -45,9 +45,10 @@ class Server:
 class OurMaster(Server):
     """`python -m dlrover.master` as a launcher starts it; may be killed and started again from its journal."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, token: str) -> None:
         self._folder = folder
         self._port = 0
+        self._token = token
         super().__init__(*self._start())
 
     def restart(self) -> float:
@@ -66,6 +67,10 @@ class OurMaster(Server):
             "log_file": str(self._folder / "master.log"),
             "ready_fd": write,
         }
+        if self._token:
+            config["token_file"] = str(self._folder / "token")
+            (self._folder / "token").touch(0o600)
+            (self._folder / "token").write_text(self._token)
         (self._folder / "master.json").write_text(json.dumps(config))
         process = subprocess.Popen(
             [sys.executable, "-m", "dlrover.master", "--config", str(self._folder / "master.json")],
@@ -79,9 +84,9 @@ class OurMaster(Server):
 
 
 @contextlib.contextmanager
-def our_master(folder: Path) -> Iterator[OurMaster]:
+def our_master(folder: Path, token: str = "") -> Iterator[OurMaster]:
     folder.mkdir(parents=True)
-    master = OurMaster(folder)
+    master = OurMaster(folder, token)
     try:
         yield master
     finally:

@@ -4,6 +4,7 @@ Strangers: what a flood of one stranger without the token costs the master of a 
     python benchmarks/strangers.py                                 every flood for 10 s, three rounds, about 8 minutes
     python benchmarks/strangers.py --quick                         for 4 s, one round
     python benchmarks/strangers.py --source 127.0.0.1              the stranger has the address of the honest callers
+    python benchmarks/strangers.py --at neighbour                  the stranger floods another job of this machine
 
 During each flood honest calls are made one after the other, each on a connection of its own, and one worker is killed. `none` is the same without a
 flood. Recovery is the time from SIGKILL to the first step of the last of the four workers in the next round.
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,8 +64,9 @@ class Samples:
 class Job:
     """Four nodes on this machine, with one worker each that only counts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, launcher: int) -> None:
         self._folder = folder
+        self._launcher = launcher
 
     def steps(self, rank: int) -> list[tuple[int, int, float]]:
         """Life, pid and instant of each step that was written whole."""
@@ -98,11 +100,16 @@ class Job:
 
     @property
     def master(self) -> psutil.Process:
-        for each in psutil.Process().children(recursive=True):
+        for each in psutil.Process(self._launcher).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if "dlrover.master" in each.cmdline():
                     return each
         raise AssertionError("the job has no master")
+
+    @property
+    def address(self) -> str:
+        [port] = {each.laddr.port for each in self.master.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        return f"127.0.0.1:{port}"
 
     @property
     def token(self) -> str:
@@ -111,31 +118,28 @@ class Job:
 
 
 @contextmanager
-def four_nodes(folder: Path) -> Iterator[Job]:
+def local_job(folder: Path, num_nodes: int = NUM_NODES) -> Iterator[Job]:
     folder.mkdir()
     script = folder / "worker.py"
     script.write_text(WORKER)
-    command = [sys.executable, "-m", "dlrover.cli.main", "local", f"--nodes={NUM_NODES}", "--netns=off", "--"]
+    command = [sys.executable, "-m", "dlrover.cli.main", "local", f"--nodes={num_nodes}", "--netns=off", "--"]
     environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with running(
         [*command, "--max-restarts=1000", str(script), str(folder)],
         environment=environment,
         folder=folder,
         log=folder / "log",
-    ):
-        yield Job(folder)
+    ) as launcher:
+        yield Job(folder, launcher.pid)
 
 
-async def measure(job: Job, kind: str, samples: Samples, *, length: float, source: str) -> None:
-    master = job.master
-    [port] = {each.laddr.port for each in master.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-    address = f"127.0.0.1:{port}"
+async def measure(job: Job, kind: str, samples: Samples, *, target: str, length: float, source: str) -> None:
     life = job.life()
     ends_at = time.monotonic() + length
-    calling = asyncio.ensure_future(_call(address, job.token, master, samples, ends_at))
+    calling = asyncio.ensure_future(_call(job.address, job.token, job.master, samples, ends_at))
     flood = None
     if kind != "none":
-        argv = [sys.executable, str(FLOODS), kind, address, "--seconds", str(length), "--source", source]
+        argv = [sys.executable, str(FLOODS), kind, target, "--seconds", str(length), "--source", source]
         flood = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: ASYNC220
         assert flood.stdout is not None
         await asyncio.to_thread(flood.stdout.readline)
@@ -195,23 +199,34 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each flood (default 10)")
     parser.add_argument("--source", default="127.0.0.2", help="address of the stranger (default 127.0.0.2)")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"(default {','.join(KINDS)})")
+    parser.add_argument(
+        "--at",
+        choices=("job", "neighbour"),
+        default="job",
+        help="whom the stranger floods: this job, or another one on the same machine (shows what the flood itself uses)",
+    )
     parser.add_argument("--json", type=Path, help="write every sample into this file")
     parser.add_argument("--quick", action="store_true", help="4 s, one round")
     options = parser.parse_args()
     kinds = options.kinds.split(",")
+    is_aside = options.at == "neighbour"
     length = 4.0 if options.quick else options.seconds
     all_samples = {kind: Samples() for kind in kinds}
     strangers: list[float] = []
     with measuring("dlrover-strangers-") as folder:
 
         def run_round(number: int) -> None:
-            with four_nodes(folder / str(number)) as job:
-                asyncio.run(floods(job, number))
+            with local_job(folder / str(number)) as job, ExitStack() as others:
+                neighbour = others.enter_context(local_job(folder / f"{number}-neighbour", 1)) if is_aside else None
+                asyncio.run(floods(job, neighbour, number))
 
-        async def floods(job: Job, number: int) -> None:
+        async def floods(job: Job, neighbour: Job | None, number: int) -> None:
             await job.wait_for_life(0)
+            while neighbour is not None and not neighbour.steps(0):  # noqa: ASYNC110 - another process writes the file
+                await asyncio.sleep(0.02)
+            target = (neighbour or job).address
             for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
-                await measure(job, kind, all_samples[kind], length=length, source=options.source)
+                await measure(job, kind, all_samples[kind], target=target, length=length, source=options.source)
 
         run_rounds(1 if options.quick else options.rounds, run_round, strangers)
     print(report(all_samples, strangers))

@@ -217,6 +217,8 @@ class VirtualAgent:
     """Size of the newest message that carried a wish to run."""
     num_held: int = 0
     """How often the master said: later."""
+    num_lost: int = 0
+    """Connections that the master ended, or that failed."""
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever a level or an attachment came; for who waits to clear."""
 
@@ -358,6 +360,7 @@ class VirtualAgent:
 
     def _on_closed(self) -> None:
         self.is_attached = False
+        self.num_lost += 1
         if self._stream is not None:
             self._former_bytes[0] += self._stream.num_bytes_sent
             self._former_bytes[1] += self._stream.num_bytes_received
@@ -376,13 +379,17 @@ class VirtualAgent:
             self._retry = asyncio.get_running_loop().call_later(self._backoff.pause(), self._come_back)
 
 
-async def connect_all(agents: Iterable[VirtualAgent], *, at_a_time: int = 128, timeout: float = 300.0) -> None:
-    """Until each of them is attached. Not all in the same instant: the kernel's queue for new connections is short."""
+async def connect_all(
+    agents: Iterable[VirtualAgent], *, at_a_time: int = 128, speakers: int = 128, timeout: float = 300.0
+) -> None:
+    """Until each of them is attached. Not all connect in the same instant: the kernel's queue for new connections is short."""
     waiting = iter(agents)
+    turn = asyncio.Semaphore(speakers)
 
     async def connect_some() -> None:
         for agent in waiting:
-            await agent.connect()
+            async with turn:
+                await agent.connect()
             while not agent.is_attached:
                 agent.has_news.clear()
                 await agent.has_news.wait()

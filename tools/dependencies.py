@@ -21,7 +21,11 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PINS, LOCK, TABLE = ROOT / "constraints.txt", ROOT / "constraints.locked.txt", ROOT / "docs" / "licences.md"
+PINS, LOCK, TABLE = (
+    ROOT / "constraints.txt",
+    ROOT / "constraints.locked.txt",
+    ROOT / "docs" / "reference" / "licences.md",
+)
 EXTRAS = "dev,torch,data,frameworks,dashboard,stacks"
 BUILD = ("hatchling", "editables")
 """What pip needs besides to install this project from its sources."""

@@ -17,6 +17,7 @@ import typer
 from dlrover.cli.checkpoint.command import app as checkpoint
 from dlrover.cli.connection import Job, JobConnection, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
+from dlrover.cli.ray.command import app as ray
 from dlrover.cli.simulate_command import simulate
 from dlrover.cli.tables import echo, table_console
 from dlrover.host.plain_text import printable
@@ -345,7 +346,7 @@ def clean() -> None:
     """Remove what killed jobs of yours left on this host: directories, snapshots, network namespaces, processes if any survived."""
     from dlrover.cli.launch.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
     from dlrover.cli.options.environment import read_environment
-    from dlrover.platforms.hosted.table import remove_left_behind
+    from dlrover.platforms.local.starter import remove_left_behind
 
     environment = read_environment(os.environ)
     removed = reap(user_root(environment), older_than=0.0)
@@ -361,6 +362,7 @@ def clean() -> None:
 app.command()(simulate)
 app.add_typer(checkpoint)
 app.add_typer(data)
+app.add_typer(ray)
 
 
 @app.command()

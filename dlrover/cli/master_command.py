@@ -1,13 +1,14 @@
 """
-`dlrover master`: a master started by hand, for nodes that connect to it with DLROVER_MASTER_ADDR.
+`dlrover master`: a master started by hand or in a cluster, for nodes that connect to it with DLROVER_MASTER_ADDR.
 
-Takes the option names of the original's master where their feature exists; those that arrive later are refused by
-name, because an option that does nothing is worse than an error.
+Takes the option names of the original's master where their feature exists; those that have none here are refused with the
+reason, because an option that does nothing is worse than an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import signal
 import socket
@@ -16,6 +17,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dlrover.cli.cluster_master import (
+    CLUSTER_PLATFORMS,
+    TERMINATION_MESSAGE,
+    ClusterWish,
+    leave_notice,
+    prepare_in_cluster,
+)
 from dlrover.cli.console import say_block
 from dlrover.cli.launch import processes
 from dlrover.cli.launch.discovery import MasterPort, check_token, new_launch, read_token_file
@@ -23,7 +31,7 @@ from dlrover.cli.launch.launcher import EXIT_USAGE, Programs
 from dlrover.cli.launch.processes import SignalInbox
 from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.node_types import read_fleet
-from dlrover.cli.options.environment import read_environment
+from dlrover.cli.options.environment import Environment, read_environment
 from dlrover.cli.options.settings import check_operators, check_plugin, watch_terms
 from dlrover.cli.options.view_settings import Watching
 from dlrover.host.console import PATIENCE, ConsoleWriter
@@ -32,26 +40,33 @@ from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.fleet import FleetSpec
 from dlrover.protocol.messages.watch import WatchTerms
 
+EVERYWHERE = "0.0.0.0"
 STOP_TIMEOUT = 5.0
 _YES = ("true", "1", "yes")
 _NO = ("false", "0", "no")
+_SERVICES = ("grpc", "http")
 
-_LATER_PLATFORMS = ("k8s", "pyk8s", "ray", "volcano")
-# Options of the original's master that nothing here answers yet: (name, takes a value, the value that asks for
-# nothing).
-_LATER = (
-    ("--namespace", "default"),
-    ("--relaunch-error", "false"),
-    ("--service-type", "grpc"),
-    ("--xpu-type", "nvidia"),
-    ("--task-process-timeout", "1800"),
-    ("--training-elastic-mode", "base"),
-    ("--group-affinity", ""),
+_OTHER_PLATFORMS = {
+    "k8s": "a master that leaves its pods to the operator is not yet available in this version. Use: --platform pyk8s",
+    "volcano": "volcano is a scheduler of Kubernetes, named by `spec.gang` of the job. Use: --platform pyk8s",
+}
+_WITHOUT_EFFECT = (
+    (
+        "--xpu-type",
+        ("nvidia", "ascend", "mthreads", "metax", "cpu"),
+        "accelerators are known by the names of the resources that the job asks for",
+    ),
+    ("--task-process-timeout", ("1800",), "the script gives the lease of a shard with its dataset"),
+    ("--training-elastic-mode", ("base",), "the mode of DeepSpeed's universal checkpoints is not part of this version"),
 )
+"""Options of the original: name, values that ask for nothing here, and why others cannot be had."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = build_parser("dlrover master").parse_args(argv)
+    parser = build_parser("dlrover master")
+    options, unknown = read_options(parser, argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if notes := reset_options_without_effect(options):
             raise ConfigError(f"{notes[0]} Leave it out.")
@@ -61,43 +76,84 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
 
 
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options, with what the workers of a Ray job run as `command`, and the words that are none of them."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    options, unknown = parser.parse_known_args(words[:end])
+    options.command = words[end + 1 :]
+    if options.platform == "ray" and unknown and not unknown[0].startswith("-"):
+        options.command, unknown = unknown, []  # typer drops the `--`
+    return options, unknown
+
+
 def reset_options_without_effect(options: argparse.Namespace) -> list[str]:
     """Of the original's options: a sentence for each one that was given with a value that would matter, and is reset."""
     notes = []
-    for name, harmless in _LATER:
+    for name, harmless, reason in _WITHOUT_EFFECT:
         field = name[2:].replace("-", "_")
         value = getattr(options, field)
-        if value.lower() != harmless:
-            notes.append(f"{name} {value} is not yet available in this version.")
-            setattr(options, field, harmless)
+        if value.lower() not in harmless:
+            notes.append(f"{name} {value} has no effect: {reason}.")
+            setattr(options, field, harmless[0])
+    if options.namespace and options.platform not in CLUSTER_PLATFORMS:
+        notes.append(f"--namespace {options.namespace} has no effect: --platform {options.platform} has no namespaces.")
+        options.namespace = ""
+    if not options.fleet and options.platform not in (*CLUSTER_PLATFORMS, "ray"):
+        for field, harmless_value in (("relaunch_error", "false"), ("group_affinity", "")):
+            if getattr(options, field).lower() != harmless_value:
+                name = "--" + field.replace("_", "-")
+                notes.append(f"{name} {getattr(options, field)} has no effect: this master starts no nodes.")
+                setattr(options, field, harmless_value)
     return notes
 
 
 def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int:
     """Start the master, tell where it is, wait for its end."""
+    if options.platform == "ray":
+        from dlrover.cli.ray.job_file import run_job_file
+
+        return run_job_file(
+            options.job_spec,
+            options.command,
+            job_name=options.job_name,
+            pending_timeout=options.pending_timeout,
+            relaunches_errors=_is_yes(options.relaunch_error, "--relaunch-error"),
+        )
     from dlrover.master.config import MasterConfig
 
     environment = read_environment(os.environ)
+    is_in_cluster = options.platform in CLUSTER_PLATFORMS
     tls = _tls(options)
-    fleet = _fleet(options)
+    fleet = None if is_in_cluster else _fleet(options)
     platform_options = _platform_options(options)
-    seat = _take_seat(options.host, options.port, environment.host_ports)
-    address = Address(options.host, seat.port)
+    if options.job_spec or options.command:
+        what = f"--job-spec {options.job_spec}" if options.job_spec else f"A script ({' '.join(options.command)})"
+        raise ConfigError(f"{what} goes with --platform ray only.")
+    host = options.host or (EVERYWHERE if is_in_cluster else LOOPBACK)
+    master_port = _take_master_port(host, options.port, environment.host_ports)
+    address = Address(host, master_port.port)
     directory = NodeDirectory(user_root(environment), options.job_name, new_launch())
     try:
         directory.record(str(address), tls)
         token = environment.job_token and check_token(environment.job_token, "The variable DLROVER_JOB_TOKEN")
         if options.token_file:
             token = read_token_file(options.token_file)
-        token_file = directory.write("token", (token or directory.share_token()).encode())
         journal = os.path.abspath(options.journal or os.path.join(directory.path, "journal.sqlite"))
+        job_uid = ""
+        if is_in_cluster:
+            start = prepare_in_cluster(
+                _cluster_wish(options, environment, master_port.port, token, journal), os.environ
+            )
+            fleet, platform_options, job_uid, token = start.fleet, start.platform_options, start.job_uid, start.token
+        token_file = directory.write("token", (token or directory.share_token()).encode())
         config = MasterConfig(
             job_name=options.job_name,
             journal=journal,
             log_root=environment.log_root,
             user=environment.user,
-            host=options.host,
-            port=seat.port,
+            host=host,
+            port=master_port.port,
             token_file=token_file,
             tls=tls,
             topology_querier=check_plugin(
@@ -111,7 +167,9 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             failover_extension=_failover(options, fleet),
             platform="" if fleet is None else options.platform,
             platform_options=platform_options,
+            job_uid=job_uid,
             fleet=fleet,
+            end_file=os.path.join(directory.path, "end.json") if is_in_cluster else "",
             watch=_watch(options),
             **msgspec.structs.asdict(_watching(options)),
             ready_file=os.path.join(directory.path, "master.ready"),
@@ -122,20 +180,21 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
         with SignalInbox((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as inbox:
             pid = processes.spawn((*(programs or Programs()).master, "--config", path), os.environ)
             hint = "" if token else f", token in {token_file}"
-            reached_at = Address(socket.gethostname(), seat.port) if options.host in ("0.0.0.0", "::") else address
+            reached_at = Address(socket.gethostname(), master_port.port) if host in ("0.0.0.0", "::") else address
             lines = [f"job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={reached_at}"]
             if config.dashboard_port >= 0:
                 lines.insert(0, f"`dlrover dashboard {options.job_name}` prints a link to the dashboard")
             console = _say(lines)
             exit_code = _wait(pid, inbox)
             console.flush(PATIENCE)
-            return exit_code
+            # In a cluster the job's end is in the message, and any other code than 0 means: start the master again.
+            return 0 if is_in_cluster and leave_notice(config.end_file, options.termination_message_path) else exit_code
     finally:
-        seat.close()
+        master_port.close()
         directory.remove()
 
 
-def _take_seat(host: str, port: int, host_ports: Sequence[int]) -> MasterPort:
+def _take_master_port(host: str, port: int, host_ports: Sequence[int]) -> MasterPort:
     """Without a port: the first free one of HOST_PORTS, which others can reach, else any."""
     for choice in host_ports if port == 0 else ():
         try:
@@ -174,8 +233,8 @@ def _fleet(options: argparse.Namespace) -> FleetSpec | None:
     from dlrover.core.fleet.commands import check_spec
     from dlrover.platforms.registry import find_platform
 
-    if options.platform in _LATER_PLATFORMS:
-        raise ConfigError(f"--platform {options.platform} is not yet available in this version. Use: --platform local")
+    if options.platform in _OTHER_PLATFORMS:
+        raise ConfigError(f"--platform {options.platform}: {_OTHER_PLATFORMS[options.platform]}")
     find_platform(options.platform)
     if not options.fleet:
         if options.platform != "local" or options.platform_options:
@@ -195,8 +254,56 @@ def _fleet(options: argparse.Namespace) -> FleetSpec | None:
 
 def _with_patience(spec: FleetSpec, options: argparse.Namespace) -> FleetSpec:
     """What the command line says of waiting counts more than the file."""
-    given = {"pending_timeout": options.pending_timeout, "pending_strategy": options.pending_fail_strategy}
+    given = {
+        "pending_timeout": options.pending_timeout,
+        "pending_strategy": options.pending_fail_strategy,
+        "group_affinity": _group_affinity(options.group_affinity) or None,
+        "relaunch_always": True if _is_yes(options.relaunch_error, "--relaunch-error") else None,
+    }
     return msgspec.structs.replace(spec, **{name: value for name, value in given.items() if value is not None})
+
+
+def _cluster_wish(
+    options: argparse.Namespace, environment: Environment, port: int, token: str, journal: str
+) -> ClusterWish:
+    for name in ("fleet", "platform_options"):
+        if getattr(options, name):
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} does not go with --platform {options.platform}: the ElasticJob says it.")
+    return ClusterWish(
+        job_name=options.job_name,
+        namespace=options.namespace,
+        port=port,
+        token=token,
+        pod_ip=environment.pod_ip,
+        journal=journal,
+        pending_timeout=options.pending_timeout,
+        pending_strategy=options.pending_fail_strategy,
+        group_affinity=_group_affinity(options.group_affinity),
+        relaunches_errors=_is_yes(options.relaunch_error, "--relaunch-error"),
+    )
+
+
+def _group_affinity(text: str) -> dict[int, int]:
+    """`{0: 10, 1: 15}`, as Python or JSON writes it."""
+    if not text:
+        return {}
+    try:
+        found = ast.literal_eval(text)
+        groups = {int(group): int(count) for group, count in found.items()}
+    except (ValueError, SyntaxError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"--group-affinity {text}: give a map of groups to workers, such as {{0: 10, 1: 15}}."
+        ) from error
+    if any(group < 0 or count < 1 for group, count in groups.items()):
+        raise ConfigError(f"--group-affinity {text}: groups begin with 0, and each has at least 1 worker.")
+    return groups
+
+
+def _is_yes(text: str, option: str) -> bool:
+    if text.lower() not in (*_YES, *_NO):
+        raise ConfigError(f"{option} {text}: give true or false.")
+    return text.lower() in _YES
 
 
 def _failover(options: argparse.Namespace, fleet: FleetSpec | None) -> str:
@@ -227,11 +334,10 @@ def _read(path: str, option: str) -> bytes:
 
 
 def _watching(options: argparse.Namespace) -> Watching:
-    word = options.enable_dashboard.lower()
-    if word not in (*_YES, *_NO):
-        raise ConfigError(f"--enable-dashboard {options.enable_dashboard}: give true or false.")
+    if options.service_type not in _SERVICES:
+        raise ConfigError(f"--service-type {options.service_type}: give {' or '.join(_SERVICES)}.")
     return Watching.of(
-        is_enabled=word in _YES,
+        is_enabled=_is_yes(options.enable_dashboard, "--enable-dashboard") or options.service_type == "http",
         port=options.dashboard_port,
         host=options.dashboard_host,
         url=options.dashboard_url,
@@ -271,17 +377,24 @@ def _wait(pid: int, inbox: SignalInbox) -> int:
 
 
 def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description="Start a master by hand.", allow_abbrev=allow_abbrev)
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Start a master by hand.",
+        epilog="With --platform ray, give what the workers run last: -- SCRIPT ARGUMENTS.",
+        allow_abbrev=allow_abbrev,
+    )
 
     def add(name: str, **keywords: object) -> None:
         spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
         parser.add_argument(*spellings, **keywords)  # type: ignore[arg-type]
 
     add("--job-name", required=True, help="name of the job")
-    add("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK}; :: or 0.0.0.0 for all)")
+    add("--host", default="", help=f"address to listen on ({LOOPBACK}; in a cluster {EVERYWHERE}, which means all)")
     add("--port", type=_port, default=0, help="port to listen on (0: one of HOST_PORTS, else any free one)")
     add("--node-num", type=_positive, default=1, help="accepted; the nodes themselves tell how many there are")
-    add("--platform", default="local", help="where nodes come from: local, NAME, or MODULE::CLASS")
+    add("--platform", default="local", help="where nodes come from: local, pyk8s, ray, NAME, or MODULE::CLASS")
+    add("--job-spec", default="", metavar="FILE", help="of --platform ray: the job's nodes, .json or .yaml")
+    add("--namespace", default="", help="of the ElasticJob in its cluster (that of the pod or of the kubeconfig)")
     add("--fleet", default="", metavar="FILE", help="nodes to start there, JSON (without: people start the nodes)")
     add("--platform-options", default="", metavar="FILE", help="what the platform needs to know, a JSON object")
     add("--journal", default="", metavar="FILE", help="keep the journal there and continue from it")
@@ -303,6 +416,21 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
         metavar="-1|0|1|2",
         help="whose wait ends the job: nobody (-1, 0), the necessary (1), all (2)",
     )
+    add(
+        "--termination-message-path",
+        default=TERMINATION_MESSAGE,
+        metavar="FILE",
+        help=f"where a kubelet reads how the job ended ({TERMINATION_MESSAGE})",
+    )
+    add("--group-affinity", default="", metavar="MAP", help="workers of each scheduling group, such as {0: 10, 1: 15}")
+    add(
+        "--relaunch-error",
+        nargs="?",
+        const="true",
+        default="false",
+        metavar="true|false",
+        help="replace nodes that ended by an error of the script, too",
+    )
     add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
     add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
     add(
@@ -323,10 +451,17 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
     )
     add("--dashboard-host", default=LOOPBACK, help=f"address of the page ({LOOPBACK}; :: or 0.0.0.0 for all)")
     add("--dashboard-url", default="", metavar="URL", help="URL of a reverse proxy before the page")
+    add(
+        "--service-type",
+        type=str.lower,
+        default="grpc",
+        metavar="grpc|http",
+        help="http: open the page's port, which takes questions as JSON (POST /ask); agents use gRPC in any case",
+    )
     add("--metrics-port", type=_port, default=-1, help="port of /metrics for Prometheus (only on the page's port)")
     add("--metrics-host", default=LOOPBACK, help=f"address of /metrics ({LOOPBACK})")
-    for name, harmless in _LATER:
-        add(name, default=harmless, nargs="?", const="true", help=argparse.SUPPRESS)
+    for name, harmless, _ in _WITHOUT_EFFECT:
+        add(name, default=harmless[0], nargs="?", const="true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not sys.platform.startswith("linux"):
             raise ConfigError(f"dlrover-run needs Linux (kernel 5.4 or newer); this is {sys.platform}.")
-        immediate = parse(arguments, os.environ).immediate
+        parsed = parse(arguments, os.environ)
+        immediate = parsed.immediate
         if immediate == "--check-env":
             from dlrover.cli.launch.check_env import print_table
 
@@ -33,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if immediate:
             print(describe(), end="")
             return 0
+        if parsed.text("platform") == "ray":
+            from dlrover.cli.ray.command import main as run_on_ray
+            from dlrover.cli.ray.launch_options import as_ray_run
+
+            return run_on_ray(as_ray_run(parsed, os.environ))
         parsed, settings = read_settings(arguments, os.environ)
         if settings.environment.log_level in ("INFO", "DEBUG"):
             import logging

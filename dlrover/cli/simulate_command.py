@@ -56,8 +56,8 @@ def simulate(
     """Forecast a job: time to finish, goodput, and the best choice of spares and minimum."""
     from rich.console import Console
 
+    from dlrover.cli.show.forecast_plot import draw
     from dlrover.simulator.forecast import Question, best, choices, forecast
-    from dlrover.simulator.plot import draw
 
     question = Question(
         nodes=nodes,

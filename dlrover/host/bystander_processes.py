@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dlrover.host.processes import all_processes, below
 
 
-class Neighbours:
+class BystanderProcesses:
     """Made before the job has any process here."""
 
     def __init__(self, *, besides: Collection[int] = ()) -> None:

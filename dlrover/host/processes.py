@@ -15,6 +15,7 @@ from typing import NamedTuple
 HAS_PIDFD = hasattr(os, "pidfd_open")
 """Python was built with it; the kernel is asked at the first use."""
 
+_PF_EXITING = 0x4
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -34,6 +35,10 @@ class RunningProcess(NamedTuple):
     resident_bytes: int
     command_line: tuple[int, int]
     """Where in its memory it begins and ends; zeros if we are not told."""
+    is_exiting: bool = False
+    """It runs no more of its program: the kernel takes it apart. Its descriptors and its memory may still be there."""
+    wait_status: int = 0
+    """Of one that exits, as `waitpid` will tell it; 0 as well if we are not told."""
 
     @property
     def is_dead(self) -> bool:
@@ -108,4 +113,6 @@ def _read(pid: int, path: str) -> RunningProcess | None:
         major_faults=int(fields[9]),
         resident_bytes=max(0, int(fields[21])) * _PAGE,
         command_line=(int(fields[45]), int(fields[46])) if len(fields) > 46 else (0, 0),
+        is_exiting=bool(int(fields[6]) & _PF_EXITING),
+        wait_status=int(fields[49]) if len(fields) > 49 else 0,
     )

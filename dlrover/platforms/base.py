@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import (
     LaunchNode,
@@ -25,6 +26,7 @@ from dlrover.protocol.messages.fleet import (
     NodesListed,
     PlatformNode,
     RemoveNode,
+    Resource,
 )
 
 Intent = LaunchNode | RemoveNode
@@ -43,6 +45,36 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     """`Resource.memory_mb` is held, and a node that exceeds it ends as `OOMKilled`."""
     can_cordon: bool = False
     """`cordon_host` and `avoid_hosts` are followed: there are several machines."""
+    knows_room: bool = False
+    """`room` answers with numbers, as far as the platform's rights and its users' sizes allow."""
+
+
+class NodeRoom(Struct, frozen=True):
+    """How many nodes of one size the platform could take now, beside those that it has."""
+
+    free: int | None
+    """None: unknown. Ask for a node, and see."""
+    reason: str = ""
+    """What bounds it, or why it is unknown: a sentence for people."""
+
+
+class JobGlance(Struct, frozen=True, kw_only=True):
+    """How a job does, for people who look at the platform and not at the job's page."""
+
+    round: int
+    goodput: float
+    """From 0 to 1."""
+    last_step: int | None = None
+    """None: no worker has reported a step."""
+
+
+@runtime_checkable
+class ShowsJobs(Protocol):
+    """A platform that has a place where people look at jobs."""
+
+    async def show(self, glance: JobGlance) -> None:
+        """Raises `Unavailable`."""
+        ...
 
 
 class LaunchNotTaken(Unavailable):
@@ -56,7 +88,7 @@ class StaleMaster(Rejected):
         super().__init__(
             f"{type(intent).__name__} of {intent.name} is of master epoch {intent.master_epoch}, and the platform has "
             f"heard of {newest}: another master runs the job now. Nothing was changed.",
-            code="old-master",
+            code=ErrorCode.OLD_MASTER,
         )
 
 
@@ -87,6 +119,14 @@ class Platform(Protocol):
         """
         ...
 
+    async def room(self, resource: Resource) -> NodeRoom:
+        """
+        For nodes of this size, now. Nothing is reserved: a launch may still find no room.
+
+        Raises `Rejected` for a size that makes no sense.
+        """
+        ...
+
     async def close(self) -> None:
         """Let go of connections. The nodes stay."""
         ...
@@ -105,9 +145,13 @@ def check_intent(intent: Intent) -> None:
         return
     if intent.rank < 0:
         raise _bad(f"{kind} of {intent.name} gives it the rank {intent.rank}: ranks are 0 or more")
-    resource = intent.resource
-    if resource.cpu < 0 or resource.memory_mb < 0 or resource.gpus < 0:
-        raise _bad(f"{kind} of {intent.name} asks for less than nothing: {resource}")
+    check_size(intent.resource, f"{kind} of {intent.name}")
+
+
+def check_size(resource: Resource, who: str) -> None:
+    """Raises `Rejected` for a node that would be smaller than nothing."""
+    if not (resource.cpu >= 0 and resource.memory_mb >= 0 and resource.gpus >= 0):
+        raise _bad(f"{who} asks for less than nothing: {resource}")
 
 
 def check_same(known: LaunchNode, intent: LaunchNode) -> None:
@@ -124,4 +168,4 @@ def phase_of(exit_code: int) -> NodePhase:
 
 
 def _bad(what: str) -> Rejected:
-    return Rejected(f"{what}. Nothing was changed.", code="bad-intent")
+    return Rejected(f"{what}. Nothing was changed.", code=ErrorCode.BAD_INTENT)

@@ -17,10 +17,12 @@ from dlrover.platforms.base import (
     Capabilities,
     Intent,
     LaunchNotTaken,
+    NodeRoom,
     Sight,
     StaleMaster,
     check_intent,
     check_same,
+    check_size,
     phase_of,
 )
 from dlrover.protocol.errors import ConfigError, Unavailable
@@ -32,6 +34,7 @@ from dlrover.protocol.messages.fleet import (
     NodePhase,
     NodesListed,
     PlatformNode,
+    Resource,
     exit_reason_of,
 )
 from dlrover.protocol.messages.identity import PlatformId
@@ -56,6 +59,8 @@ class FakeCloud:
         """Set: no launch is taken, for this reason."""
         self.capacity = 0
         """How many nodes may run at a time; 0: any number."""
+        self.memory_mb = 1 << 20
+        """Of each machine: a larger node has no room on any of them."""
         self.is_reachable = True
         self.gate = asyncio.Event()
         """Cleared: every call hangs."""
@@ -114,7 +119,7 @@ class FakeCloud:
             return
         if self.refusal:
             raise LaunchNotTaken(self.refusal)
-        running = sum(node.exit_code is None for other in self._jobs.values() for node in other.nodes.values())
+        running = self._num_running()
         if self.capacity and running >= self.capacity:
             raise LaunchNotTaken(f"{intent.name}: {running} of at most {self.capacity} nodes run already")
         job.launches[intent.id] = intent
@@ -132,6 +137,20 @@ class FakeCloud:
         self._change(uid, node)
         if self._runs_at_once:
             self.run(uid, intent.id)
+
+    def room(self, resource: Resource) -> NodeRoom:
+        check_size(resource, "a question for room")
+        if self.refusal:
+            return NodeRoom(0, self.refusal)
+        if resource.memory_mb > self.memory_mb:
+            return NodeRoom(0, f"each machine has {self.memory_mb} MiB, and the node asks for {resource.memory_mb} MiB")
+        if not self.capacity:
+            return NodeRoom(None, "the fake cloud takes any number of nodes")
+        running = self._num_running()
+        return NodeRoom(max(0, self.capacity - running), f"{running} of at most {self.capacity} nodes run")
+
+    def _num_running(self) -> int:
+        return sum(node.exit_code is None for job in self._jobs.values() for node in job.nodes.values())
 
     def _change(self, uid: str, node: PlatformNode) -> None:
         job = self._jobs[uid]
@@ -156,7 +175,7 @@ class FakePlatform:
     def __init__(self, cloud: FakeCloud, job_uid: str) -> None:
         self._cloud = cloud
         self._uid = job_uid
-        self.capabilities = Capabilities(can_limit_memory=True)
+        self.capabilities = Capabilities(can_limit_memory=True, knows_room=True)
 
     @classmethod
     def from_options(cls, job_uid: str, options: Mapping[str, object]) -> FakePlatform:
@@ -186,6 +205,10 @@ class FakePlatform:
                     yield sight
             finally:
                 job.watches.remove(queue)
+
+    async def room(self, resource: Resource) -> NodeRoom:
+        await self._cloud.enter()
+        return self._cloud.room(resource)
 
     async def close(self) -> None:
         """Nothing is held."""

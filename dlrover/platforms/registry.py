@@ -19,6 +19,8 @@ ENTRY_POINTS = "dlrover.platforms"
 _BUILT_IN = {
     "fake": "dlrover.platforms.fake::FakePlatform",
     "local": "dlrover.platforms.hosted.client::LocalPlatform",
+    "kubernetes": "dlrover.platforms.kubernetes.platform::PodPlatform",
+    "pyk8s": "dlrover.platforms.kubernetes.platform::PodPlatform",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.checkpoint import RequestSave
 from dlrover.protocol.messages.fleet import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
@@ -47,20 +48,27 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 
 class Codec(Generic[T]):
-    """One message type, or one tagged union, to MessagePack and back."""
+    """One message type, or one tagged union, to MessagePack (or JSON) and back."""
 
-    def __init__(self, kind: object, *, name: str, max_bytes: int | None = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, kind: object, *, name: str, max_bytes: int | None = MAX_MESSAGE_BYTES, is_json: bool = False
+    ) -> None:
         """`max_bytes` None: it comes over no wire."""
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.json.Encoder() if is_json else _ENCODER
+        self._decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T] = (
+            msgspec.json.Decoder(kind) if is_json else msgspec.msgpack.Decoder(kind)
+        )
         self._name = name
         self._max_bytes = max_bytes
 
     def encode(self, message: T) -> bytes:
-        return _ENCODER.encode(message)
+        return self._encoder.encode(message)
 
     def decode(self, data: bytes) -> T:
         if self._max_bytes is not None and len(data) > self._max_bytes:
-            raise Rejected(f"{self._name} of {len(data)} bytes: the limit is {self._max_bytes}", code="too-large")
+            raise Rejected(
+                f"{self._name} of {len(data)} bytes: the limit is {self._max_bytes}", code=ErrorCode.TOO_LARGE
+            )
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -83,12 +91,13 @@ def encode_frames(parcels: Sequence[FromAgent] | Sequence[FromMaster]) -> list[b
     return encode_frames(parcels[:half]) + encode_frames(parcels[half:])
 
 
-def encode_verdict(verdict: Answer | Refusal) -> bytes:
-    """For a one-shot client: as one message, whatever it is."""
+def fit_verdict(verdict: Answer | Refusal) -> tuple[Answer | Refusal, bytes]:
+    """For a one-shot client: what one message can carry of it, and that message."""
     data = _ENCODER.encode(verdict)
     if len(data) <= MAX_MESSAGE_BYTES or isinstance(verdict, Refusal):
-        return data
-    return _ENCODER.encode(_fitting(verdict, len(data)))
+        return verdict, data
+    fitting = _fitting(verdict, len(data))
+    return fitting, _ENCODER.encode(fitting)
 
 
 def decode_from_agent(data: bytes) -> list[FromAgent | Unreadable]:
@@ -96,7 +105,7 @@ def decode_from_agent(data: bytes) -> list[FromAgent | Unreadable]:
     try:
         return list(_FROM_AGENT.decode(data))
     except Rejected as error:
-        if error.code == "too-large":
+        if error.code == ErrorCode.TOO_LARGE:
             raise
         return [_decode_alone(raw) for raw in _PARCELS.decode(data)]
 
@@ -110,9 +119,9 @@ def check_size(parcel: FromAgent) -> None:
     try:
         size_bytes = len(_ENCODER.encode([parcel]))
     except UNENCODABLE as error:
-        raise Rejected(f"message that cannot be encoded: {error}", code="malformed") from error
+        raise Rejected(f"message that cannot be encoded: {error}", code=ErrorCode.MALFORMED) from error
     if size_bytes > MAX_MESSAGE_BYTES:
-        raise Rejected(f"message of {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}", code="too-large")
+        raise Rejected(f"message of {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}", code=ErrorCode.TOO_LARGE)
 
 
 def _fitting(answer: Answer, size_bytes: int) -> Answer | Refusal:
@@ -123,7 +132,7 @@ def _fitting(answer: Answer, size_bytes: int) -> Answer | Refusal:
             return fitting
     kind = type(answer.body).__name__
     text = f"the answer ({kind}) has {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}. Ask for less at once"
-    return Refusal(id=answer.id, code="too-large", message=text)
+    return Refusal(id=answer.id, code=ErrorCode.TOO_LARGE, message=text)
 
 
 class _Numbered(msgspec.Struct):
@@ -156,5 +165,5 @@ def _explain(name: str, error: Exception) -> Rejected:
     text = str(error)
     if isinstance(error, msgspec.ValidationError) and "Invalid value" in text:
         # msgspec words an unknown tag as an invalid value of the tag field; say what it means for two versions of us.
-        return Rejected(f"unknown {name}: {text}. The sender may be newer than the receiver", code="unknown")
-    return Rejected(f"malformed {name}: {text or type(error).__name__}", code="malformed")
+        return Rejected(f"unknown {name}: {text}. The sender may be newer than the receiver", code=ErrorCode.UNKNOWN)
+    return Rejected(f"malformed {name}: {text or type(error).__name__}", code=ErrorCode.MALFORMED)

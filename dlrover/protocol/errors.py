@@ -7,8 +7,11 @@ Our errors, one tree:
   - Unavailable       try again later; raised by channels and platforms only
   - Rejected          the peer refused: stale incarnation, old master epoch, bad token, malformed message
 
-A message says what happened, with values, what it means and what to do.
+A message says what happened, with values, what it means and what to do. `code` is an `ErrorCode`, or the text that a peer of
+another version sent instead.
 """
+
+from dlrover.protocol.error_codes import ErrorCode
 
 
 class DLRoverError(Exception):
@@ -26,7 +29,7 @@ class JobError(DLRoverError):
 class Unavailable(DLRoverError):
     """The peer cannot answer now; trying again later may work."""
 
-    def __init__(self, message: str, retry_after: float | None = None, code: str = "unavailable") -> None:
+    def __init__(self, message: str, retry_after: float | None = None, code: str = ErrorCode.UNAVAILABLE) -> None:
         super().__init__(message)
         self.retry_after = retry_after
         self.code = code
@@ -35,6 +38,11 @@ class Unavailable(DLRoverError):
 class Rejected(DLRoverError):
     """The peer understood and refused. Trying the same again is useless."""
 
-    def __init__(self, message: str, code: str = "rejected") -> None:
+    def __init__(self, message: str, code: str = ErrorCode.REJECTED) -> None:
         super().__init__(message)
         self.code = code
+
+
+def malformed(message: str) -> Rejected:
+    """For what was decoded well and makes no sense all the same."""
+    return Rejected(message, ErrorCode.MALFORMED)

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES
 
@@ -29,7 +30,7 @@ MAX_DESCRIPTORS = 16
 def pack(payload: bytes) -> bytes:
     if len(payload) > MAX_MESSAGE_BYTES:
         raise Rejected(
-            f"A message of {len(payload)} bytes is longer than the limit of {MAX_MESSAGE_BYTES}.", "too-large"
+            f"A message of {len(payload)} bytes is longer than the limit of {MAX_MESSAGE_BYTES}.", ErrorCode.TOO_LARGE
         )
     return HEADER.pack(len(payload)) + payload
 
@@ -55,7 +56,7 @@ class FrameBuffer:
 
 def check_length(length: int) -> None:
     if length > MAX_MESSAGE_BYTES:
-        raise Rejected(f"A frame announces {length} bytes, the limit is {MAX_MESSAGE_BYTES}.", "too-large")
+        raise Rejected(f"A frame announces {length} bytes, the limit is {MAX_MESSAGE_BYTES}.", ErrorCode.TOO_LARGE)
 
 
 def send_some(sock: socket.socket, data: bytes | memoryview, descriptors: Sequence[int] = ()) -> int:

@@ -2,7 +2,7 @@
 The progress page: a few kilobytes of shared memory into which a worker writes what it is doing, for its agent to read.
 
 Plain stores into memory and no message: the worker pays less than a microsecond, and the agent can read it although the worker is
-stopped, stuck or dead. The layout is here because both sides need it; the writer is `dlrover.trainer.worker.phases`. Everything is a 64-bit
+stopped, stuck or dead. The layout is here because both sides need it; the writer is `dlrover.trainer.phases`. Everything is a 64-bit
 word but a few texts. Instants are nanoseconds of the monotonic clock, which all processes of a host share.
 """
 
@@ -47,9 +47,16 @@ MODEL_STEP, MODEL_START, CHECKPOINT_STEP, DATA_EPOCH, DATA_DONE, HAS_WHOLE_EPOCH
 """Words: what `Reach` consists of."""
 NUM_PLAIN_STEPS, PLAIN_NS = 85, 86
 """Words: steps in which nothing was saved or evaluated, and the computing time of these (`Reading.plain_ns`)."""
+STEP_COUNT = 87
+"""A word: whether the script's numbers of steps grow by one with each guarded step; 0: no two saves have shown it yet."""
+COUNTED, NOT_COUNTED = 1, 2
 METRIC_NAMES = (1024, 40)
 METRIC_VALUES = 2560
 """Doubles."""
+
+DEATH_NOTICE_AT = SIZE - 4096
+"""Byte at which the room of `dlrover.host.shared_page.death_notice` begins."""
+assert (BUCKETS + len(PHASES) * NUM_BUCKETS) * 8 <= DEATH_NOTICE_AT, "more phases than the page has room for"
 
 NO_STEP = -1
 INFERRED, TOLD, REPORTED = 0, 1, 2
@@ -92,6 +99,8 @@ class Reading(NamedTuple):
     cursor: str
     digest: str
     digest_step: int | None
+    is_step_counted: bool | None
+    """Whether the script numbers its steps as a guard counts them; None: it is not known."""
     copy: bytes
     """Of the whole page."""
 
@@ -177,6 +186,7 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         cursor=_text(copy, *CURSOR) or (f"batch {words[NUM_BATCHES]}" if words[NUM_BATCHES] > 0 else ""),
         digest=_text(copy, *DIGEST),
         digest_step=None if words[DIGEST_STEP] == NO_STEP else words[DIGEST_STEP],
+        is_step_counted={COUNTED: True, NOT_COUNTED: False}.get(words[STEP_COUNT]),
         copy=copy,
     )
 

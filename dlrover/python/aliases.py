@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 _STORAGE = "dlrover.snapshot.storage.user_storage"
 _FAILOVER = "dlrover.agent.failover"
+_FAILOVER_STRATEGIES = "dlrover.agent.decisions.strategies"
 _ACTIONS = "dlrover.master.diagnosis.old_actions"
 _DATA = "dlrover.agent.monitor.old_diagnosis_data"
 _SHARED = "dlrover.compat.client.shared_objects"
@@ -104,7 +105,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "print_process_list set_env",
     ),
     "dlrover.python.common.enums": {
-        "FailoverStrategy": f"{_FAILOVER}:FailoverStrategy",
+        "FailoverStrategy": f"{_FAILOVER_STRATEGIES}:FailoverStrategy",
         **_in("names.constants", "ResourceType"),
     },
     "dlrover.python.common.error": _in("tools.serialize", "ProcessError"),
@@ -112,8 +113,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.failover": {
         "DynamicFailoverExtension": f"{_FAILOVER}:DynamicAgentFailoverExtension",
         "FailureInfo": f"{_FAILOVER}:AgentFailureInfo",
-        "USER_FAILOVER_TRIGGER_JOB_ABORTION": f"{_FAILOVER}:ABORTION_REASON",
-        "USER_FAILOVER_TRIGGER_JOB_RESTART": f"{_FAILOVER}:GLOBAL_REASON",
+        "USER_FAILOVER_TRIGGER_JOB_ABORTION": f"{_FAILOVER_STRATEGIES}:ABORTION_REASON",
+        "USER_FAILOVER_TRIGGER_JOB_RESTART": f"{_FAILOVER_STRATEGIES}:GLOBAL_REASON",
     },
     "dlrover.python.common.global_context": _in("launch.global_context", "ConfigKeys Context DefaultValues"),
     "dlrover.python.common.grpc": _MESSAGES,  # as the module was called up to 0.4
@@ -292,12 +293,30 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.util.function_util": _in(
         "tools.functions", "TIMEOUT_MAX TimeoutException ignore_exceptions retry threading_timeout timeout"
     ),
+    "dlrover.python.util.k8s_util": _in(
+        "tools.label_selectors", "gen_dict_from_k8s_label_selector gen_k8s_label_selector_from_dict"
+    ),
     "dlrover.python.util.reflect_util": _REFLECTION,
     "dlrover.python.util.store_util": _in("tools.store_barrier", "barrier"),
-    "dlrover.python.util.time_util": _in("tools.times", "get_pending_timeout has_expired timestamp_diff_in_seconds"),
+    "dlrover.python.util.time_util": _in("launch.times", "get_pending_timeout has_expired timestamp_diff_in_seconds"),
     "dlrover.trainer.constants.constants": _in("names.trainer_constants", "Constant Constants"),
     "dlrover.trainer.constants.platform_constants": _in("names.trainer_constants", "PlatformConstants"),
     "dlrover.trainer.constants.tf_constants": _in("names.trainer_constants", "TFConstants"),
+    "dlrover.python.elastic_agent.monitor.training": {
+        **_in("tensorflow.reporting", "TFTrainingReporter is_tf_chief"),
+        "TrainingProcessReporter": f"{_COMPAT}.tensorflow.reporting:TFTrainingReporter",
+    },
+    "dlrover.python.elastic_agent.tensorflow.elastic_ps": _in("tensorflow.elastic_ps", "ElasticPsClient"),
+    "dlrover.python.elastic_agent.tensorflow.hooks": {
+        "ElasticDataShardReportHook": "dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook:ElasticDataShardReportHook",
+    },
+    "dlrover.trainer.util.args_util": {
+        name: f"dlrover.trainer.tensorflow.starter:{name}" for name in ("build_parser", "get_parsed_args")
+    },
+    "dlrover.trainer.util.conf_util": {
+        "Configuration": "dlrover.trainer.tensorflow.conf:Conf",
+        "get_conf": "dlrover.trainer.tensorflow.conf:load_conf",
+    },
     "dlrover.trainer.util.log_util": _LOGGER,
     "dlrover.trainer.util.net_util": _in("launch.ports", "get_available_port"),
     "dlrover.trainer.util.reflect_util": _REFLECTION,
@@ -334,13 +353,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.elastic_agent.context": _all(_INSIDE, "AgentContext get_agent_context"),
     "dlrover.python.elastic_agent.diagnosis.diagnosis_agent": _all(_INSIDE, "DiagnosisAgent"),
     "dlrover.python.elastic_agent.master_client": _all(_INSIDE, "GrpcMasterClient HttpMasterClient RayMasterClient"),
-    "dlrover.python.elastic_agent.monitor.training": _all(
-        _TENSORFLOW, "TFTrainingReporter TrainingProcessReporter is_tf_chief"
-    ),
-    "dlrover.python.elastic_agent.tensorflow.elastic_ps": _all(_TENSORFLOW, "ElasticPsClient"),
-    "dlrover.python.elastic_agent.tensorflow.hooks": _all(
-        _TENSORFLOW, "ElasticDataShardReportHook ReportModelInfoHook ReportModelMetricHook"
-    ),
+    "dlrover.python.elastic_agent.tensorflow.hooks": _all(_TENSORFLOW, "ReportModelInfoHook ReportModelMetricHook"),
     "dlrover.python.elastic_agent.tensorflow.profile_extractor": _all(
         _TENSORFLOW, "OperationStats ProfileExtracter TensorStats"
     ),
@@ -384,25 +397,10 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.unified.controller.master": _all(_UNIFIED, "PrimeMaster"),
     "dlrover.python.unified.driver.main": _all(_UNIFIED, "main submit"),
     "dlrover.python.unified.util.config_util": _all(_UNIFIED, "args_2_omega_conf omega_conf_2_args"),
-    "dlrover.python.util.k8s_util": _all(
-        _KUBERNETES, "gen_dict_from_k8s_label_selector gen_k8s_label_selector_from_dict is_target_labels_equal"
-    ),
+    "dlrover.python.util.k8s_util": _all(_INSIDE, "is_target_labels_equal"),
     "dlrover.python.util.queue.queue": _all(_RAY, "ConcurrentQueue RayEventQueue"),
     "dlrover.python.util.state.memory_store": _all(_RAY, "MemoryStore"),
     "dlrover.python.util.state.stats_backend": _all(_RAY, "LocalFileStateBackend"),
     "dlrover.python.util.state.store_mananger": _all(_RAY, "MemoryStoreManager StoreManager"),
-    "dlrover.trainer.entry.local_entry": _all(_TENSORFLOW, "main"),
-    "dlrover.trainer.tensorflow.estimator": _all(
-        _TENSORFLOW, "Estimator EstimatorSpec EvalSpec ModeKeys RunConfig TrainSpec train_and_evaluate"
-    ),
-    "dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook": _all(_TENSORFLOW, "ElasticDataShardReportHook"),
-    "dlrover.trainer.tensorflow.hooks.global_step_hook": _all(_TENSORFLOW, "GlobalStepHook"),
-    "dlrover.trainer.tensorflow.reader": _all(_TENSORFLOW, "FileReader"),
-    "dlrover.trainer.tensorflow.reader.base_reader": _all(_TENSORFLOW, "ElasticReader"),
-    "dlrover.trainer.tensorflow.reader.file_reader": _all(_TENSORFLOW, "FileReader"),
-    "dlrover.trainer.tensorflow.util.column_info": _all(_TENSORFLOW, "Column"),
-    "dlrover.trainer.util.args_util": _all(_TENSORFLOW, "build_parser get_parsed_args"),
-    "dlrover.trainer.util.conf_util": _all(
-        _TENSORFLOW, "Configuration ConfigurationManagerInterface ConfigurationManagerMeta get_conf"
-    ),
+    "dlrover.trainer.util.conf_util": _all(_TENSORFLOW, "ConfigurationManagerInterface ConfigurationManagerMeta"),
 }

@@ -28,6 +28,7 @@ from typing import Protocol
 import msgspec
 
 from dlrover.host.ownership import check_server
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.local_frames import FrameBuffer, pack
 from dlrover.protocol.messages.job import (
@@ -142,7 +143,7 @@ class AgentLink:
                     self._drop(connection)
         if isinstance(answer, MasterAnswer):
             return answer.reply
-        if answer.code == "unavailable":
+        if answer.code == ErrorCode.UNAVAILABLE:
             raise Unavailable(answer.message)
         raise Rejected(answer.message, code=answer.code)
 

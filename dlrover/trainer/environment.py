@@ -46,8 +46,18 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     """When something comes through the pipe, torch's record of collectives goes into the file."""
     has_hooks: bool = False
     """What the worker is doing is found out by hooks in torch."""
+    cluster_version: int = 0
+    """Of the parameter-server cluster that this process belongs to; 0: it belongs to none."""
+    task_type: str = ""
+    """What it is there: ps, chief, worker or evaluator."""
+    task_rank: int = 0
+    """Among those of its type."""
+    node_host: str = "localhost"
+    """Under which other nodes reach this one."""
     canary_every: int = 0
     """A digest of the parameters each so many steps; 0: none."""
+    is_step_counted: bool = False
+    """In an earlier life the script's numbers of steps were seen to grow by one with each guarded step."""
 
 
 def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
@@ -72,7 +82,12 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         recorder_pipe=environ.get("DLROVER_RECORDER_PIPE", ""),
         recorder_file=environ.get("DLROVER_RECORDER_FILE", ""),
         has_hooks=environ.get("DLROVER_PROGRESS_HOOKS", "") == "1",
+        cluster_version=int(environ.get("DLROVER_CLUSTER_VERSION", "0")),
+        task_type=environ.get("DLROVER_TASK_TYPE", ""),
+        task_rank=int(environ.get("DLROVER_TASK_RANK", "0")),
+        node_host=environ.get("DLROVER_NODE_HOST", "localhost"),
         canary_every=int(environ.get("DLROVER_CANARY_EVERY", "0")),
+        is_step_counted=environ.get("DLROVER_STEP_COUNTED", "") == "1",
     )
 
 

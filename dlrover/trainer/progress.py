@@ -19,8 +19,7 @@ from dlrover.host.ownership import check_server
 from dlrover.protocol.local_frames import pack
 from dlrover.protocol.messages.job import Hello, ReportStep
 from dlrover.protocol.progress_page import REPORTED
-from dlrover.trainer import environment
-from dlrover.trainer.worker import phases
+from dlrover.trainer import environment, phases
 
 _CONNECT_TIMEOUT = 1.0
 _MAX_CONNECT_ATTEMPTS = 3

@@ -280,6 +280,10 @@ class ShardingClient:
         self._feed.waive(reason)
         self._feed.flush()
 
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until the master knows all that was reported; whether it does."""
+        return self._feed.flush(timeout)
+
     def close(self) -> None:
         """Give back what was not read. At the end of the process the node's end does the same, later."""
         self._feed.close()

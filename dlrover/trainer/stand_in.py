@@ -18,6 +18,7 @@ from dlrover.core.exchange import sync_points
 from dlrover.core.exchange.kv_store import KvStore
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.data import AskDataCheckpoint, AskDataset, DataCommand
 from dlrover.protocol.messages.fleet import AskClusterVersion, AskPsNodes
@@ -63,7 +64,7 @@ class StandIn:
             if isinstance(request, WorkerNews | WorkerOrder):
                 name = type(request).__name__
                 raise Rejected(
-                    f"No job runs here, so {name} has no effect. Start the script with `dlrover-run`.", "no-job"
+                    f"No job runs here, so {name} has no effect. Start the script with `dlrover-run`.", ErrorCode.NO_JOB
                 )
             if isinstance(request, KvCommand | JoinSync | NotifyBarrier):
                 reply = self._apply(request)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
 from dlrover.protocol.messages.sync import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
@@ -59,7 +60,7 @@ class SyncClient:
                 return self._link.ask(JoinSync(name=name, round=self._round), timeout=self._patience)
             except Rejected as error:
                 left = end_at - time.monotonic()
-                if error.code != "world-unknown" or left <= 0:
+                if error.code != ErrorCode.WORLD_UNKNOWN or left <= 0:
                     raise
                 _log.info("joining sync point %r goes on: %s", name, error)
                 pause_before_retry(left)

@@ -14,6 +14,21 @@ from dlrover.python.aliases import ALIASES, MISSING
 PYTHON = "dlrover.python."
 TORCH = "dlrover.trainer.torch."
 SPECIFIED = {
+    # Spec 09, what needs no TensorFlow; the rest is in tests/tensorflow.
+    PYTHON + "elastic_agent.monitor.training": "TFTrainingReporter TrainingProcessReporter is_tf_chief",
+    PYTHON + "elastic_agent.tensorflow.elastic_ps": "ElasticPsClient",
+    "dlrover.trainer.entry.local_entry": "main",
+    "dlrover.trainer.tensorflow": "FileReader",
+    "dlrover.trainer.tensorflow.reader": "FileReader",
+    "dlrover.trainer.tensorflow.reader.base_reader": "ElasticReader",
+    "dlrover.trainer.tensorflow.reader.file_reader": "FileReader",
+    "dlrover.trainer.tensorflow.util.column_info": "Column",
+    "dlrover.trainer.tensorflow.executor.estimator_executor": "EstimatorExecutor",
+    "dlrover.trainer.tensorflow.failover.tensorflow_failover": "TensorflowFailover",
+    "dlrover.trainer.util.args_util": "build_parser get_parsed_args",
+    "dlrover.trainer.util.conf_util": "Configuration get_conf",
+    "dlrover.trainer.worker.tf_kubernetes_worker": "TFKubernetesWorker",
+    "dlrover.trainer.worker.tf_ray_worker": "TFRayWorker",
     # Spec 01 §6, §13 and §3, §8, §9, §12.
     PYTHON
     + "elastic_agent.master_client": "MasterClient build_master_client LocalMasterClient LocalDataset GlobalMasterClient",
@@ -93,29 +108,20 @@ SPECIFIED = {
     PYTHON + "training_event.predefined.trainer": "TrainerProcess TrainerEventName",
     PYTHON + "training_event.predefined.common": "CommonPredefined WarningType",
     PYTHON + "common.event.reporter": "EventReporter",
+    PYTHON + "util.k8s_util": "gen_dict_from_k8s_label_selector gen_k8s_label_selector_from_dict",
 }
 TO_COME = {
     # Spec 01 §13, §14.
     PYTHON + "brain.client": "build_brain_client BrainClient GlobalBrainClient",
     PYTHON + "elastic_agent.config.paral_config_tuner": "ParalConfigTuner",
-    PYTHON + "elastic_agent.monitor.training": "TFTrainingReporter TrainingProcessReporter is_tf_chief",
     PYTHON + "elastic_agent.torch.training": "ElasticTrainingAgent MasterRendezvousHandler NodeCheckElasticAgent "
     "NetworkCheckElasticAgent RendezvousOutSyncError",
     PYTHON + "elastic_agent.diagnosis.diagnosis_agent": "DiagnosisAgent",
     # Spec 08, 12.
-    PYTHON + "util.k8s_util": "gen_k8s_label_selector_from_dict",
     PYTHON + "util.state.store_mananger": "StoreManager",
     # Spec 09.
-    PYTHON + "elastic_agent.tensorflow.hooks": "ElasticDataShardReportHook ReportModelMetricHook ReportModelInfoHook",
-    PYTHON + "elastic_agent.tensorflow.elastic_ps": "ElasticPsClient",
-    "dlrover.trainer.entry.local_entry": "main",
-    "dlrover.trainer.tensorflow.reader.base_reader": "ElasticReader",
-    "dlrover.trainer.tensorflow.reader.file_reader": "FileReader",
-    "dlrover.trainer.tensorflow.reader": "FileReader",
-    "dlrover.trainer.tensorflow.util.column_info": "Column",
-    "dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook": "ElasticDataShardReportHook",
-    "dlrover.trainer.tensorflow.hooks.global_step_hook": "GlobalStepHook",
-    "dlrover.trainer.tensorflow.estimator": "Estimator",
+    PYTHON + "elastic_agent.tensorflow.hooks": "ReportModelMetricHook ReportModelInfoHook",
+    PYTHON + "elastic_agent.tensorflow.profile_extractor": "ProfileExtracter",
     # Spec 11 §2.
     PYTHON + "unified.api.builder": "DLJob DLJobBuilder RLJobBuilder RLRoleType",
     PYTHON + "unified.api.builder.rl": "RLJob RLJobBuilder",
@@ -165,7 +171,8 @@ def test_old_paths_are_lazy_and_none_imports_grpc() -> None:
         from dlrover.python.aliases import ALIASES
         for module, names in ALIASES.items():
             if module != "dlrover.python.util.store_util":  # torch
-                [getattr(import_module(module), name) for name in names if "torch" not in ALIASES[module][name]]
+                needs = ("torch", "tensorflow.hooks")
+                [getattr(import_module(module), name) for name, new in names.items() if not any(need in new for need in needs)]
         print([name for name in sys.modules if name.partition(".")[0] in ("grpc", "torch", "tensorflow", "ray")])
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
@@ -173,7 +180,7 @@ def test_old_paths_are_lazy_and_none_imports_grpc() -> None:
 
 
 def test_a_missing_entry_that_is_run_as_a_module_says_what_it_belongs_to() -> None:
-    command = [sys.executable, "-m", "dlrover.trainer.entry.local_entry", "--platform", "local"]
+    command = [sys.executable, "-m", "dlrover.python.unified.driver.main"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "it belongs to training with TensorFlow" in done.stderr
+    assert "it belongs to jobs of several roles" in done.stderr

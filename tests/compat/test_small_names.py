@@ -322,3 +322,16 @@ def test_a_node_that_was_given_its_rank_by_the_master_knows_it(monkeypatch: pyte
     assert env_utils.get_node_rank() == 3
     monkeypatch.setenv("NODE_RANK", "5")
     assert env_utils.get_node_rank() == 5
+
+
+def test_label_selectors_are_written_and_read_back() -> None:
+    from dlrover.python.util.k8s_util import gen_dict_from_k8s_label_selector, gen_k8s_label_selector_from_dict
+
+    labels = {"app": "dlrover", "elasticjob.dlrover/name": "points"}
+    text = gen_k8s_label_selector_from_dict(labels)
+    assert text == "app=dlrover,elasticjob.dlrover/name=points"
+    assert gen_dict_from_k8s_label_selector(text) == labels
+    assert gen_dict_from_k8s_label_selector("app==dlrover, ") == {"app": "dlrover"}
+    for other in ("app!=dlrover", "app in (a, b)", "app"):
+        with pytest.raises(ValueError, match="key=value"):
+            gen_dict_from_k8s_label_selector(other)

@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from pathlib import Path
+
+import pytest
+
+from tests.referees.recordings import PUBLIC, PUBLIC_ROOMS
+from tools.measure_style import Module, class_names_twice, files_in_folders, imports_of, read_package
 
 PACKAGE = Path(__file__).parents[2] / "dlrover"
 MOST_FILES = 16
 MOST_VOCABULARY = 20
 """Of `protocol/messages`, which is one vocabulary."""
-GIVEN = {"KeepLatestStepStrategy", "KeepStepIntervalStrategy"}
-"""Names of the original that a script imports from two places and that mean two things there."""
 
 
-def modules() -> list[Path]:
-    return [path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts]
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    return read_package(PACKAGE)
 
 
-def test_a_folder_has_few_files() -> None:
-    counts = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in modules() if path.name != "__init__.py")
-    allowed = {"protocol/messages": MOST_VOCABULARY}
+def test_a_folder_has_few_files(modules: list[Module]) -> None:
+    allowed = {"dlrover.protocol.messages": MOST_VOCABULARY}
+    counts = files_in_folders(modules)
     assert {folder: count for folder, count in counts.items() if count > allowed.get(folder, MOST_FILES)} == {}
 
 
-def test_a_class_name_means_one_thing() -> None:
-    names = Counter[str]()
-    for path in modules():
-        if "compat" not in path.relative_to(PACKAGE).parts:  # its names are given
-            names.update(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
-    assert {name for name, count in names.items() if count > 1} == GIVEN
+def test_a_class_name_means_one_thing(modules: list[Module]) -> None:
+    assert class_names_twice(modules) == set()
+
+
+def test_only_paths_that_scripts_import_forward_to_another_module(modules: list[Module]) -> None:
+    forwarding = {module.name for module in modules if is_forwarding(module.tree)}
+    assert forwarding
+    assert forwarding - set(PUBLIC) - set(PUBLIC_ROOMS) == set()
+
+
+def is_forwarding(tree: ast.Module) -> bool:
+    """Whether it does nothing but import, for those who import it."""
+    own = [node for node in tree.body if not isinstance(node, ast.Expr)]
+    imports = [node for node in own if isinstance(node, ast.Import | ast.ImportFrom)]
+    listed = [node for node in own if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    takes = [node for node in imports if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
+    return bool(takes) and len(own) == len(imports) + len(listed)
+
+
+def test_only_the_stand_in_for_a_master_takes_decisions_in_a_worker(modules: list[Module]) -> None:
+    deciding = {
+        module
+        for module, targets in imports_of(modules).items()
+        if module.startswith(("dlrover.agent.", "dlrover.trainer."))
+        and any(target.startswith("dlrover.core.") for target in targets)
+    }
+    assert deciding == {"dlrover.trainer.stand_in"}

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from desk_transport import measure
+from loop_transport import measure
 from virtual_agents import VirtualAgent, all_run, beating, connect_all, hpack_integer, join_all
 
 from dlrover.core.job import Job
+from dlrover.master.clock import MasterClock
 from dlrover.master.journal.journal_thread import JournalThread
-from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.loop import MasterLoop
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import JobTerms, Limits, Ping, Pong
@@ -20,14 +20,14 @@ from dlrover.protocol.rpc.server import MasterServer
 
 
 async def test_virtual_agents_meet_under_a_real_master(tmp_path: Path) -> None:
-    keeper = await JournalThread.open(tmp_path / "journal.sqlite", job_name="bench")
-    job: Job = await keeper.restore()
-    desk = MasterLoop(keeper, job, MasterClock(job.now), job_name="bench")
-    await desk.begin(keeper.master_epoch)
+    journal_thread = await JournalThread.open(tmp_path / "journal.sqlite", job_name="bench")
+    job: Job = await journal_thread.restore()
+    master_loop = MasterLoop(journal_thread, job, MasterClock(job.now), job_name="bench")
+    await master_loop.begin(journal_thread.master_epoch)
     server = MasterServer(token="secret")
     port = server.bind("127.0.0.1", 0)
-    await server.start(desk)
-    working = asyncio.ensure_future(desk.run())
+    await server.start(master_loop)
+    working = asyncio.ensure_future(master_loop.run())
     terms = JobTerms(limits=Limits(min_nodes=20, max_nodes=20))
     agents = [VirtualAgent(f"127.0.0.1:{port}", index, terms, token="secret") for index in range(20)]
     try:
@@ -53,10 +53,10 @@ async def test_virtual_agents_meet_under_a_real_master(tmp_path: Path) -> None:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
         await server.stop()
-        await keeper.close()
+        await journal_thread.close()
 
 
-async def test_the_desk_alone_gathers_agents_with_messages_of_one_size(tmp_path: Path) -> None:
+async def test_the_loop_alone_gathers_agents_with_messages_of_one_size(tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()
     few = await measure(4, tmp_path / "few")
     many = await measure(300, tmp_path)

@@ -1,4 +1,4 @@
-"""A desk without decisions, behind a real server on a real port: what the wire is tested against."""
+"""A master's loop without decisions, behind a real server on a real port: what the wire is tested against."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dlrover.protocol.rpc.server import AgentStream, MasterServer
 TOKEN = "s3cret-ü"
 
 
-class PlainDesk:
+class PlainLoop:
     """Attaches everybody, answers Done, remembers what came. `answers` may be set to decide otherwise."""
 
     def __init__(self) -> None:
@@ -127,15 +127,15 @@ class Agent:
 
 
 @pytest.fixture
-def desk() -> PlainDesk:
-    return PlainDesk()
+def master_loop() -> PlainLoop:
+    return PlainLoop()
 
 
 Serve = Callable[..., Awaitable[tuple[MasterServer, str]]]
 
 
 @pytest_asyncio.fixture
-async def serve(desk: PlainDesk, reserved_port: int) -> AsyncIterator[Serve]:
+async def serve(master_loop: PlainLoop, reserved_port: int) -> AsyncIterator[Serve]:
     servers: list[MasterServer] = []
 
     async def start(
@@ -143,7 +143,7 @@ async def serve(desk: PlainDesk, reserved_port: int) -> AsyncIterator[Serve]:
     ) -> tuple[MasterServer, str]:
         server = MasterServer(token=token, tls=tls)
         bound = server.bind("127.0.0.1", port)
-        await server.start(desk)
+        await server.start(master_loop)
         servers.append(server)
         return server, f"127.0.0.1:{bound}"
 

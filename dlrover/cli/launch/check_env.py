@@ -53,8 +53,8 @@ def look() -> Iterator[EnvFinding]:
     yield from _shared_memory()
     yield _cgroup()
     yield _devices()
-    yield _package("kubernetes-asyncio", "jobs on Kubernetes (extra: k8s)")
-    yield _package("kopf", "the Kubernetes operator (extra: k8s)")
+    yield _package("aiohttp", "jobs on Kubernetes: master and operator (extra: k8s)")
+    yield _package("PyYAML", "Kubernetes from outside a cluster: kubeconfig (extra: k8s)")
     yield _package("ray", "jobs on Ray (extra: ray)")
     py_spy = shutil.which("py-spy")
     yield EnvFinding("py-spy", py_spy is not None, py_spy or "", "native stacks of hanging workers")
@@ -66,7 +66,7 @@ def _package(name: str, needed_for: str, *, is_essential: bool = False) -> EnvFi
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return EnvFinding(name, False, "", needed_for, is_essential)
-    module = {"grpcio": "grpc", "kubernetes-asyncio": "kubernetes_asyncio"}.get(name, name)
+    module = {"grpcio": "grpc", "PyYAML": "yaml"}.get(name, name)
     is_there = importlib.util.find_spec(module) is not None
     return EnvFinding(
         name, is_there, version if is_there else f"{version}, but not importable", needed_for, is_essential

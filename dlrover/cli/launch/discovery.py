@@ -111,14 +111,16 @@ def find_master(settings: Settings) -> tuple[MasterPlace, MasterPort | None]:
     asked = _address(settings)
     is_alone = _is_alone(settings)
     if asked is None:
-        seat = MasterPort(LOOPBACK, 0)
+        master_port = MasterPort(LOOPBACK, 0)
         return (
             MasterPlace(
-                address=Address(LOOPBACK, seat.port), is_ours=True, is_port_free_choice=True, bind_host=LOOPBACK
+                address=Address(LOOPBACK, master_port.port), is_ours=True, is_port_free_choice=True, bind_host=LOOPBACK
             ),
-            seat,
+            master_port,
         )
     address = asked.address
+    if settings.environment.master_file:  # the platform keeps the master, wherever it is now
+        return MasterPlace(address=address, is_ours=False, is_shared=True), None
     if not is_local(address.host):
         if address.port == 0:
             raise ConfigError(f"{asked.source}: port 0 is for jobs on this host alone. Name the port of the master.")
@@ -127,18 +129,18 @@ def find_master(settings: Settings) -> tuple[MasterPlace, MasterPort | None]:
         raise ConfigError(f"{asked.source}: with several nodes all must know the port; give one other than 0.")
     bind_host = _bind_host(address.host, is_wide=not is_alone)
     try:
-        seat = MasterPort(bind_host, address.port)
+        master_port = MasterPort(bind_host, address.port)
     except OSError as error:
         _check_who_listens(settings, asked, error)
         return MasterPlace(address=address, is_ours=False, is_shared=True), None
     place = MasterPlace(
-        address=Address(address.host, seat.port),
+        address=Address(address.host, master_port.port),
         is_ours=True,
         is_port_free_choice=address.port == 0,
         bind_host=bind_host,
         is_shared=address.port != 0,
     )
-    return place, seat
+    return place, master_port
 
 
 def coordinator_port(settings: Settings) -> int:

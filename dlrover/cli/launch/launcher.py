@@ -36,9 +36,10 @@ from dlrover.cli.launch.runtime_dir import (
     user_root,
 )
 from dlrover.cli.options.settings import Settings
-from dlrover.host.bystander_processes import Neighbours
+from dlrover.host.bystander_processes import BystanderProcesses
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError, DLRoverError
+from dlrover.protocol.messages.fleet import Strategy
 from dlrover.protocol.messages.job import JobEnd
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def launch(
     script = read_piped(settings.entry)  # may wait for a person who types it, and whom a signal must set free
     with SignalInbox(settings.signals) as inbox:  # before all else: a signal finds somebody who clears up
         root = user_root(settings.environment)
-        place, seat = discovery.find_master(settings)
+        place, master_port = discovery.find_master(settings)
         directory: NodeDirectory | None = None
         meeting: MasterPort | None = None
         try:
@@ -131,7 +132,7 @@ def launch(
                 run_id=f"{job_name}_{launch_id}" if name.is_chosen else job_name,
                 token_file=token_file,
                 place=place,
-                seat=seat,
+                master_port=master_port,
                 programs=programs or Programs(),
                 patience=patience or LaunchPatience(),
                 environ=environ,
@@ -142,7 +143,7 @@ def launch(
                 _write_outcome(settings.outcome_file, ended.result)
             return ended.exit_code
         finally:
-            for held in (seat, meeting):
+            for held in (master_port, meeting):
                 if held is not None:
                     held.close()
             if directory is not None:
@@ -164,7 +165,7 @@ class Launcher:
         run_id: str,
         token_file: str,
         place: MasterPlace,
-        seat: MasterPort | None,
+        master_port: MasterPort | None,
         programs: Programs,
         patience: LaunchPatience,
         environ: Mapping[str, str],
@@ -178,7 +179,7 @@ class Launcher:
         self._run_id = run_id
         self._token_file = token_file
         self._place = place
-        self._seat = seat
+        self._master_port = master_port
         self._programs = programs
         self._patience = patience
         self._root = root
@@ -191,7 +192,7 @@ class Launcher:
         self._agent: int | None = None
         self._agent_started_at = 0.0
         self._num_agent_deaths = 0  # in a row
-        self._neighbours: Neighbours | None = None  # None: nothing has been started yet
+        self._neighbours: BystanderProcesses | None = None  # None: nothing has been started yet
         self._agent_starts_at: float | None = None  # a start that waits for its time
         self._agent_missed_since: float | None = None  # it could not be started again so far
         self._master: int | None = None
@@ -212,7 +213,7 @@ class Launcher:
         try:
             self._start_agent()
             assert self._agent is not None
-            self._neighbours = Neighbours(besides=(self._agent,))
+            self._neighbours = BystanderProcesses(besides=(self._agent,))
             process_tree().become_subreaper()
             if self._place.is_ours:
                 self._start_master()
@@ -246,6 +247,7 @@ class Launcher:
             run_id=self._run_id,
             launch=self._launch_id,
             master_addr=str(self._place.address),
+            master_file=self._settings.environment.master_file,
             token_file=self._token_file,
             runtime_dir=self._directory.path,
             host=discovery.own_host(self._settings, self._place),
@@ -257,6 +259,7 @@ class Launcher:
             interpreter=self._settings.interpreter,
             is_warm=self._settings.is_warm,
             preload=self._settings.preload,
+            framework="tensorflow" if self._settings.terms.strategy is Strategy.PS else "torch",
             log=self._settings.log,
             watch=self._settings.watch,
             tls=self._settings.tls,
@@ -530,11 +533,13 @@ class Launcher:
                 EXIT_FAILED, f"{MAX_PORT_CHOICES} free ports in a row were taken before the master could use them."
             )
             return
-        assert self._seat is not None, "a place that is ours has a seat"
-        self._seat.close()
-        self._seat = MasterPort(self._place.bind_host, 0)
+        assert self._master_port is not None, "a place that is ours has a seat"
+        self._master_port.close()
+        self._master_port = MasterPort(self._place.bind_host, 0)
         self._num_quick_master_deaths = 0
-        self._place = msgspec.structs.replace(self._place, address=Address(self._place.address.host, self._seat.port))
+        self._place = msgspec.structs.replace(
+            self._place, address=Address(self._place.address.host, self._master_port.port)
+        )
         if self._agent is not None:
             processes.send(self._agent, signal.SIGKILL)
             self._agent = None
@@ -669,8 +674,8 @@ class Launcher:
         self._master = None  # if it is still there, it goes with the rest
         self._tell_goodput()
         self._sweep()
-        if self._seat is not None:
-            self._seat.close()
+        if self._master_port is not None:
+            self._master_port.close()
 
     @property
     def _has_other_nodes(self) -> bool:

@@ -8,22 +8,14 @@ success. So the launcher reads it to its end, and workers get a copy in the runt
 from __future__ import annotations
 
 import os
-import stat
 
 from dlrover.agent.config import Entry, EntryKind
 from dlrover.cli.launch.runtime_dir import NodeDirectory, explained
+from dlrover.cli.options.settings import is_read_once
 from dlrover.protocol.errors import ConfigError
 
 MAX_BYTES = 16 << 20
 """No script is longer; /dev/zero is."""
-_DESCRIPTORS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
-"""Names that mean another file in each process, also where that is a regular one."""
-
-
-def is_read_once(path: str) -> bool:
-    """Raises OSError if there is no such file."""
-    mode = os.stat(path).st_mode
-    return path.startswith(_DESCRIPTORS) or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def is_piped(entry: Entry) -> bool:

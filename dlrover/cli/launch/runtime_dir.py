@@ -144,9 +144,9 @@ class NodeDirectory:
         self._root = root
         self._claims: list[int] = []
         with locked(root):
-            self.job_name, self.job_dir = job_name, _job_dir(root, job_name)
+            self.job_name, self.job_dir = job_name, job_directory(root, job_name)
             while others is not None and _is_taken(self.job_dir) and (another := next(others, "")):
-                self.job_name, self.job_dir = another, _job_dir(root, another)
+                self.job_name, self.job_dir = another, job_directory(root, another)
             self.path = os.path.join(self.job_dir, f"{_NODE_PREFIX}{launch}")
             try:
                 _make_private(self.job_dir)
@@ -220,7 +220,7 @@ class NodeDirectory:
                 os.close(descriptor)
 
 
-def _job_dir(root: str, job_name: str) -> str:
+def job_directory(root: str, job_name: str) -> str:
     return os.path.join(root, job_directory_name(job_name, _job_room(root)))
 
 

@@ -22,16 +22,23 @@ from msgspec.structs import replace
 
 from dlrover.agent.workers.process_tree import kill_descendants
 from dlrover.cli.console import say_block
-from dlrover.cli.launch import job_names, processes
-from dlrover.cli.launch.discovery import MasterPort, new_launch
+from dlrover.cli.launch import job_names
+from dlrover.cli.launch.discovery import new_launch
+from dlrover.cli.launch.hosted_command import (
+    check_command,
+    exit_code_of,
+    passed_on,
+    read_nodes,
+    split_command,
+    take_master_port,
+)
+from dlrover.cli.launch.hosted_master import HostedMaster
 from dlrover.cli.launch.last_words import failure_report
 from dlrover.cli.launch.launcher import (
     EXIT_FAILED,
     EXIT_MASTER_LOST,
     EXIT_USAGE,
-    START_PATIENCE,
     Programs,
-    pause_after,
     result_of,
 )
 from dlrover.cli.launch.piped_script import is_piped
@@ -48,19 +55,20 @@ from dlrover.cli.launch.runtime_dir import (
 )
 from dlrover.cli.local.display import Display
 from dlrover.cli.options.environment import read_environment
-from dlrover.cli.options.parser import OPTION_NAMES, nearest, parse
-from dlrover.cli.options.settings import Settings, parse_nnodes, probe_directory, read_settings
-from dlrover.host.bystander_processes import Neighbours
+from dlrover.cli.options.parser import parse
+from dlrover.cli.options.settings import Settings, probe_directory, read_settings
+from dlrover.host.bystander_processes import BystanderProcesses
 from dlrover.host.console import PATIENCE
 from dlrover.master.config import MasterConfig
-from dlrover.platforms.hosted.table import HostConfig, NodeHost, claim_kernel_names, remove_left_behind
+from dlrover.platforms.hosted.table import HostConfig, NodeHost
 from dlrover.platforms.local import namespaces
 from dlrover.platforms.local.kernel_claims import KernelTag
 from dlrover.platforms.local.memory_limits import MemoryLimits
 from dlrover.platforms.local.namespaces import Namespaces
+from dlrover.platforms.local.starter import LocalStarter, claim_kernel_names, remove_left_behind
 from dlrover.protocol.addresses import LOOPBACK, Address
-from dlrover.protocol.errors import ConfigError, DLRoverError, JobError
-from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource
+from dlrover.protocol.errors import ConfigError, JobError
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages.job import JobEnd
 
 NODE_FAREWELL = 5.0
@@ -70,26 +78,7 @@ CONSOLE_FAREWELL = 60.0
 STOP_MARGIN = 10.0
 """Seconds beyond the workers' grace that the job has for ending after a signal."""
 MASTER_TIMEOUT = 2.0
-NUM_QUICK_DEATHS = 5
-"""Master deaths before it ever served, in a row, after which the job is given up."""
-MAX_MASTER_PAUSE = 5.0
-_NUM_PORT_CHOICES = 5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-# What nodes are told by their host, not by the user. Variables of the surroundings would contradict it.
-_OURS = (
-    "nnodes", "standby", "node_rank", "standalone", "rdzv_endpoint", "rdzv_id", "job_name", "master_addr", "master_port", "local_addr",
-    "job_token_file",
-)  # fmt: skip
-_INSTEAD = {
-    "nnodes": "Give --nodes in front of `--`.",
-    "standby": "Give it in front of `--`.",
-    "job_name": "Give it in front of `--`.",
-}
-_NOT_PASSED_ON = (
-    "DLROVER_JOB_TOKEN", "DLROVER_NODE_ID", "DLROVER_AGENT_SOCKET", "NODE_ID", "WORKER_ID", "NODE_RANK", "WORKER_RANK", "NODE_NUM",
-    "WORKER_NUM", "POD_NAME", "POD_IP", "MY_POD_IP", "RELAUNCHED_POD", "RDZV_ENDPOINT", "HOST_PORTS",
-)  # fmt: skip
 
 
 class LocalPlan(Struct, frozen=True, kw_only=True):
@@ -97,6 +86,11 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
 
     min_nodes: int
     max_nodes: int
+    """Workers; beside them the nodes of a parameter-server job below."""
+    ps: int = 0
+    """Parameter servers; 0: the workers form one world."""
+    chief: int = 0
+    evaluator: int = 0
     standby: int
     max_relaunches: int
     memory_mb: int
@@ -113,7 +107,11 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
         workers = ReplicaSpec(
             count=self.max_nodes, max_relaunches=self.max_relaunches, resource=Resource(memory_mb=self.memory_mb)
         )
-        return FleetSpec(replicas={NodeType.WORKER: workers}, standby=self.standby)
+        if not self.ps:
+            return FleetSpec(replicas={NodeType.WORKER: workers}, standby=self.standby)
+        beside = {NodeType.PS: self.ps, NodeType.CHIEF: self.chief, NodeType.EVALUATOR: self.evaluator}
+        others = {kind: replace(workers, count=count) for kind, count in beside.items() if count}
+        return FleetSpec(replicas={NodeType.WORKER: workers, **others}, strategy=Strategy.PS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,27 +129,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPlan:
     """Raises `ConfigError`; ends the process for `--help` and options that are none."""
-    own, command = _split(list(sys.argv[1:] if argv is None else argv))
+    own, command = split_command(_parser(), list(sys.argv[1:] if argv is None else argv))
     options = _parser().parse_args(own)
     if not command:
         raise ConfigError("Name the training script: dlrover local --nodes 2 -- train.py")
-    try:
-        min_nodes, max_nodes = parse_nnodes(options.nodes)
-    except ConfigError as error:
-        raise ConfigError(f"{error}".replace("--nnodes", "--nodes")) from error
-    for name in ("standby", "max_relaunches", "memory"):
+    min_nodes, max_nodes = read_nodes(options.nodes)
+    for name in ("standby", "max_relaunches", "memory", "ps", "chief", "evaluator"):
         if getattr(options, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give 0 or more.")
+    _check_cluster(options, command)
     if options.nproc_per_node:
         command = [f"--nproc-per-node={options.nproc_per_node}", *command]
-    surroundings = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
-    for dest in _OURS:
-        if parse(command, {}).is_given(dest):
-            option = f"--{dest.replace('_', '-')}"
-            advice = _INSTEAD.get(dest, "Leave it out.")
-            raise ConfigError(f"{option} after `dlrover local`: each node is told that by the job. {advice}")
-    node_argv = (f"--nnodes={min_nodes}:{max_nodes}", f"--standby={options.standby}", *command)
-    _, settings = read_settings(node_argv, surroundings)
+    check_command(command, "dlrover local")
+    strategy = ("--strategy=ps",) if options.ps else ()
+    node_argv = (f"--nnodes={min_nodes}:{max_nodes}", f"--standby={options.standby}", *strategy, *command)
+    _, settings = read_settings(node_argv, passed_on(environ))
     if is_piped(settings.entry):
         raise ConfigError(
             f"The training script {settings.entry.name} can be read only once, and each node needs it. Write it to a file."
@@ -160,6 +152,9 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPl
     return LocalPlan(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        ps=options.ps,
+        chief=options.chief,
+        evaluator=options.evaluator,
         standby=options.standby,
         max_relaunches=options.max_relaunches,
         memory_mb=options.memory,
@@ -203,9 +198,9 @@ def _run_with(
     memory: MemoryLimits | None,
     programs: Programs,
 ) -> int:
-    neighbours = Neighbours()
+    neighbours = BystanderProcesses()
     root = user_root(read_environment(environ))
-    seat = _take_seat(networks.master_address if networks is not None else LOOPBACK)
+    master_port = take_master_port(networks.master_address if networks is not None else LOOPBACK)
     launch = new_launch()
     directory: NodeDirectory | None = None
     try:
@@ -217,7 +212,7 @@ def _run_with(
                 plan,
                 directory=directory,
                 job_uid=launch,
-                address=Address(networks.master_address if networks is not None else LOOPBACK, seat.port),
+                address=Address(networks.master_address if networks is not None else LOOPBACK, master_port.port),
                 networks=networks,
                 memory=memory,
                 environ=environ,
@@ -226,22 +221,12 @@ def _run_with(
         )
     finally:
         kill_descendants(neighbours.pids())
-        seat.close()
+        master_port.close()
         if directory is not None:
             directory.remove()
             with contextlib.suppress(ConfigError):
                 for left in reap(root, older_than=0.0, job_dir=directory.job_dir):  # of nodes that were killed
                     remove_snapshots(snapshot_root(plan.settings.environment), plan.job_name, launch_of(left.path))
-
-
-def _take_seat(host: str) -> MasterPort:
-    """A free port with the claim on it, so that no node takes it for its own to host a master at."""
-    for _ in range(_NUM_PORT_CHOICES):
-        trial = MasterPort(host, 0)
-        trial.close()
-        with contextlib.suppress(OSError):
-            return MasterPort(host, trial.port)
-    raise ConfigError(f"{_NUM_PORT_CHOICES} free ports in a row at {host} were taken before the master could use them.")
 
 
 class LocalJob:
@@ -263,7 +248,6 @@ class LocalJob:
         self._directory = directory
         self._job_uid = job_uid
         self._address = address
-        self._programs = programs
         self._environ = environ
         self._token = os.urandom(24).hex()
         self._token_file = directory.write("token", self._token.encode())
@@ -284,11 +268,17 @@ class LocalJob:
         )
         self._networks = networks
         self._memory = memory
-        self._master: int | None = None
-        self._num_quick_deaths = 0
-        self._restart: asyncio.TimerHandle | None = None
-        self._missed_since: float | None = None
-        """Since then the master could not be started again."""
+        self._master = HostedMaster(
+            programs.master,
+            environ,
+            directory=directory,
+            log_file=os.path.join(plan.log_dir or directory.path, "master.log"),
+            master_grace=plan.settings.master_grace,
+            adopt=lambda pid, on_exit: self._starter.adopt(pid, on_exit),
+            say=lambda text: self._display.say(text),
+            on_end=self._on_end,
+            on_lost=self._conclude,
+        )
         self._stopped_by: int | None = None
         self._end: JobEnd | None = None
         self._is_over = asyncio.Event()
@@ -311,21 +301,22 @@ class LocalJob:
 
     async def _run(self) -> None:
         display = self._display
-        self._host = NodeHost(
+        self._starter = LocalStarter(
             self._host_config,
             networks=self._networks,
             memory=self._memory,
             on_line=display.line,
-            on_change=display.change,
             saving_until=self._saving_until,
             on_gone=self._tidy_up,
         )
+        self._host = NodeHost(self._host_config, self._starter, on_change=display.change)
         display.hold, display.release = self._host.hold_output, self._host.release_output
+        self._starter.open()
         await self._host.start()
         self._listen_to_signals()
         self._introduce()
         try:
-            self._start_master()
+            self._master.start(self._master_config())
         except JobError as error:
             display.say(str(error))
             self._conclude(EXIT_MASTER_LOST)
@@ -337,12 +328,16 @@ class LocalJob:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
             await self._host.close()
+            self._starter.close()
 
     def _introduce(self) -> None:
         plan = self._plan
         nodes = f"{plan.min_nodes}" if plan.min_nodes == plan.max_nodes else f"{plan.min_nodes} to {plan.max_nodes}"
         standby = f" and {plan.standby} standby" if plan.standby else ""
-        self._display.say(f"job {plan.job_name}: {nodes} nodes{standby}, master at {self._address}")
+        what = f"{nodes} nodes{standby}"
+        if plan.ps:
+            what = ", ".join(f"{spec.count} {kind.value}" for kind, spec in plan.fleet.replicas.items())
+        self._display.say(f"job {plan.job_name}: {what}, master at {self._address}")
         if self._networks is not None:
             self._display.say(
                 "each node has its own network namespace: it reaches the other nodes and the master, nothing else "
@@ -373,16 +368,16 @@ class LocalJob:
             await asyncio.to_thread(remove_left, path, self._plan.job_name, snapshots)
 
     def _node_environ(self) -> dict[str, str]:
-        passed_on = {name: value for name, value in self._environ.items() if name not in _NOT_PASSED_ON}
+        surroundings = passed_on(self._environ)
         return {
-            **passed_on,
+            **surroundings,
             "DLROVER_MASTER_ADDR": str(self._address),
             "DLROVER_REPORT": "off",
             "ELASTIC_JOB_NAME": self._plan.job_name,
             "JOB_UID": self._job_uid,
             "NODE_NUM": str(self._plan.max_nodes),
             "WORKER_NUM": str(self._plan.max_nodes),
-            "PYTHONUNBUFFERED": passed_on.get("PYTHONUNBUFFERED", "1"),
+            "PYTHONUNBUFFERED": surroundings.get("PYTHONUNBUFFERED", "1"),
         }
 
     # The master.
@@ -390,23 +385,14 @@ class LocalJob:
     def _path(self, name: str) -> str:
         return os.path.join(self._directory.path, name)
 
-    @property
-    def _master_log(self) -> str:
-        return os.path.join(self._plan.log_dir or self._directory.path, "master.log")
-
-    def _start_master(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path("master.ready"))  # it speaks of one life only
-        config = MasterConfig(
+    def _master_config(self) -> MasterConfig:
+        return MasterConfig(
             job_name=self._plan.job_name,
             host=self._address.host,
             port=self._address.port,
             token_file=self._token_file,
             tls=self._plan.settings.tls,
             journal=self._journal(),
-            ready_file=self._path("master.ready"),
-            end_file=self._path("end.json"),
-            log_file=self._master_log,
             log_root=self._plan.settings.environment.log_root,
             user=self._plan.settings.environment.user,
             platform="local",
@@ -423,36 +409,7 @@ class LocalJob:
             event_reporters=self._plan.settings.environment.event_reporters,
             reports=self._plan.log_dir,
             **msgspec.structs.asdict(self._plan.settings.watching),
-            parent_death=True,
-            parent_pid=os.getpid(),
         )
-        path = self._directory.write("master.json", msgspec.json.encode(config))
-        argv = (*self._programs.master, "--config", path)
-        self._master = processes.spawn(argv, self._environ, output=self._master_log)
-        self._host.adopt(self._master, self._on_master_exit)
-
-    def _restart_master(self) -> None:
-        """
-        Nodes train on without it, so what keeps it from starting (a full disk, no processes) may take its time to heal.
-
-        But not for ever: when it has been away for as long as agents wait for it, there is nobody left to end the job.
-        """
-        loop = asyncio.get_running_loop()
-        self._restart = None
-        try:
-            self._start_master()
-            self._missed_since = None
-        except (DLRoverError, OSError) as error:
-            limit = max(START_PATIENCE, self._plan.settings.master_grace)
-            if self._missed_since is None:
-                self._missed_since = loop.time()
-                self._display.say(f"the master cannot be started now; trying again for {limit:.0f} s. {error}")
-            missed = loop.time() - self._missed_since
-            if missed >= limit:
-                self._display.say(f"the master could not be started for {limit:.0f} s. {error}")
-                self._conclude(EXIT_MASTER_LOST)
-            else:
-                self._restart = loop.call_later(pause_after(missed), self._restart_master)
 
     def _journal(self) -> str:
         """One file per run: a journal of an ended job of the same name must not be taken for ours."""
@@ -462,53 +419,11 @@ class LocalJob:
         os.makedirs(folder, exist_ok=True)
         return os.path.join(folder, f"{os.path.basename(self._directory.job_dir)}-{self._job_uid}.sqlite")
 
-    def _on_master_exit(self, status: int) -> None:
-        self._master = None
-        if self._is_over.is_set():
-            return
-        self._end = self._read_end()
-        if self._end is not None:
-            self._conclude(self._code_of(self._end))
-            return
-        if self._stopped_by is not None:
-            self._conclude(128 + self._stopped_by)
-            return
-        how = processes.describe_status(status)
-        has_served = os.path.exists(self._path("master.ready"))
-        self._num_quick_deaths = 0 if has_served else self._num_quick_deaths + 1
-        is_refused = not has_served and _code(status) == EXIT_USAGE
-        if self._num_quick_deaths > NUM_QUICK_DEATHS or is_refused:
-            self._display.say(f"the master could not start ({how}). Its log ends with:\n{self._master_tail()}")
-            self._conclude(EXIT_USAGE if is_refused else EXIT_MASTER_LOST)
-            return
-        pause = min(MAX_MASTER_PAUSE, 0.1 * 2**self._num_quick_deaths) if self._num_quick_deaths else 0.0
-        self._display.say(f"the master ended ({how}); starting it again, workers train on")
-        self._restart = asyncio.get_running_loop().call_later(pause, self._restart_master)
-
-    def _read_end(self) -> JobEnd | None:
-        try:
-            with open(self._path("end.json"), "rb") as file:
-                return msgspec.json.decode(file.read(), type=JobEnd)
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError as error:
-            self._display.say(f"the master left an end of the job that cannot be read: {error}")
-            return None
-
-    def _code_of(self, end: JobEnd) -> int:
-        if self._stopped_by is not None and end.exit_code != 0:
-            return 128 + self._stopped_by
-        worker = result_of(end).worker_exit_code
-        if end.exit_code == EXIT_FAILED and self._plan.settings.is_exit_code_of_worker and worker:
-            return worker
-        return end.exit_code
-
-    def _master_tail(self) -> str:
-        try:
-            with open(self._master_log, encoding="utf-8", errors="replace") as file:
-                return "".join(file.readlines()[-15:]).rstrip()
-        except FileNotFoundError:
-            return "(nothing)"
+    def _on_end(self, end: JobEnd) -> None:
+        if not self._is_over.is_set():
+            self._end = end
+            is_of_worker = self._plan.settings.is_exit_code_of_worker
+            self._conclude(exit_code_of(end, is_of_worker=is_of_worker, stopped_by=self._stopped_by))
 
     # The end.
 
@@ -537,13 +452,10 @@ class LocalJob:
                 )
             asyncio.ensure_future(self._host.stop())  # noqa: RUF006 (as above)
             return
-        if self._restart is not None:
-            self._restart.cancel()
-        if self._master is None or not os.path.exists(self._path("master.ready")):
+        # The master ends the job on all nodes in good order, and then itself.
+        if not self._master.end_job(128 + number):
             self._conclude(128 + number)
             return
-        # The master ends the job on all nodes in good order, and then itself.
-        processes.send(self._master, signal.SIGUSR1)
         limit = self._plan.settings.shutdown_timeout + STOP_MARGIN
         asyncio.get_running_loop().call_later(limit, self._conclude, 128 + number)
 
@@ -558,9 +470,8 @@ class LocalJob:
         if self._stopped_by is None and (num_saving := self._host.num_saving):
             self._display.say(f"waiting for {num_saving} nodes that still write checkpoints")
         await self._host.stop(is_urgent=self._stopped_by is not None)
-        if self._master is not None:
-            processes.send(self._master, signal.SIGTERM)
-            await self._host.wait_child(self._master, MASTER_TIMEOUT)
+        if (pid := self._master.terminate()) is not None:
+            await self._starter.wait_child(pid, MASTER_TIMEOUT)
         if self._stopped_by is not None and self._exit_code == 0 and self._host.cut_off:
             self._exit_code = 128 + self._stopped_by
             self._display.say(
@@ -574,10 +485,6 @@ class LocalJob:
         self._display.say_block(failure_report(self._plan.job_name, result_of(self._end)))
 
 
-def _code(status: int) -> int | None:
-    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dlrover local",
@@ -587,6 +494,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nodes", default="2", metavar="N|MIN:MAX", help="how many nodes; MIN:MAX for an elastic job (2)")
+    add(
+        "--ps",
+        type=int,
+        default=0,
+        metavar="P",
+        help="parameter servers of a TensorFlow job; --nodes are its workers then",
+    )
+    add(
+        "--chief",
+        type=int,
+        default=0,
+        metavar="0|1",
+        help="with --ps: a chief beside the workers (0: one of them is it)",
+    )
+    add("--evaluator", type=int, default=0, metavar="0|1", help="with --ps: a node that evaluates each checkpoint")
     add("--standby", type=int, default=0, metavar="S", help="so many more wait warm to take the place of a lost one")
     add("--nproc-per-node", default="", metavar="P", help="workers on each node, as for dlrover-run (1)")
     add("--max-relaunches", type=int, default=3, metavar="R", help="how often a node rank may be relaunched (3)")
@@ -608,35 +530,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """
-    Our own options, and what each node runs: from `--` on, or from the first word that is none of ours.
-
-    The second way because `--` may have been eaten by who called us, as command-line libraries like to do.
-    """
-    takes_value = {name for action in _parser()._actions if action.nargs != 0 for name in action.option_strings}
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        if word == "--":
-            return argv[:position], argv[position + 1 :]
-        if word in takes_value:
-            position += 2
-        elif word in ("-h", "--help") or word.partition("=")[0] in takes_value:
-            position += 1
-        else:
-            _check_option(word)
-            break
-    return argv[:position], argv[position:]
-
-
-def _check_option(word: str) -> None:
-    """Raises `ConfigError` for an option that is nobody's; the nodes' launcher would know only half of what it could be."""
-    name = word.partition("=")[0]
-    ours = [option for action in _parser()._actions for option in action.option_strings]
-    if name.startswith("--") and name not in OPTION_NAMES:
+def _check_cluster(options: argparse.Namespace, command: Sequence[str]) -> None:
+    """Raises `ConfigError` for options that do not fit together."""
+    if parse(command, {}).is_given("strategy"):
+        raise ConfigError("--strategy after `dlrover local`: give --ps N in front of `--` instead.")
+    if not options.ps:
+        if options.chief or options.evaluator:
+            raise ConfigError("--chief and --evaluator belong to a parameter-server job. Give --ps N as well.")
+        return
+    for name in ("chief", "evaluator"):
+        if getattr(options, name) > 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: a parameter-server job has at most one {name}.")
+    if options.standby:
+        raise ConfigError("--standby with --ps: a parameter-server job has no standby nodes. Leave one of them out.")
+    if options.nproc_per_node not in ("", "1"):
         raise ConfigError(
-            f"{name} is no option of dlrover local, nor of the nodes' dlrover-run.{nearest(name, (*ours, *OPTION_NAMES))}"
+            f"--nproc-per-node {options.nproc_per_node} with --ps: a node of a parameter-server job runs one process. Give more --nodes."
         )
 
 

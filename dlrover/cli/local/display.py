@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from dlrover.cli.console import MAX_HELD
 from dlrover.host.console import HELD_BYTES, ConsoleWriter
 from dlrover.host.plain_text import printable
-from dlrover.platforms.hosted.table import short_name
+from dlrover.platforms.hosted.starter import short_name
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.fleet import NodeChanged, NodePhase, PlatformNode
@@ -51,7 +51,9 @@ class Display:
         is_terminal: bool,
         stdout: int = 1,
         stderr: int = 2,
+        prefix: str = PREFIX,
     ) -> None:
+        self._prefix = prefix
         self._address = address
         self._token = token
         self._tls = tls
@@ -85,7 +87,11 @@ class Display:
         if self._is_full:
             self._unsaid.append(text)
         else:
-            self._write(f"{PREFIX}{text}\n", is_error=True)
+            self._write(f"{self._prefix}{text}\n", is_error=True)
+
+    def move(self, address: str) -> None:
+        """The master serves there now."""
+        self._address = address
 
     def say_block(self, text: str) -> None:
         """As it is, below everything else."""
@@ -112,7 +118,10 @@ class Display:
             self._nodes.pop(node.id, None)
         else:
             self._nodes[node.id] = node
-        if node.phase is not NodePhase.PENDING and (former is None or former.phase is not node.phase):
+        is_news = former is None or former.phase is not node.phase
+        if node.phase is NodePhase.PENDING:
+            is_news = bool(node.message) and (former is None or former.message != node.message)
+        if is_news:
             self.say(f"{short_name(node)} (node {node.id}): {_describe(node)}")
         self._refresh()
 
@@ -181,7 +190,7 @@ class Display:
 
     def _say_rest(self) -> None:
         while self._unsaid:
-            self._write(f"{PREFIX}{self._unsaid.popleft()}\n", is_error=True)
+            self._write(f"{self._prefix}{self._unsaid.popleft()}\n", is_error=True)
 
     def _soon(self, function: Callable[[], None]) -> Callable[[], None]:
         """The same for another thread."""
@@ -199,6 +208,8 @@ def _nothing() -> None:
 
 def _describe(node: PlatformNode) -> str:
     match node.phase:
+        case NodePhase.PENDING:
+            return f"pending: {node.message}"
         case NodePhase.RUNNING:
             return f"started at {node.host}"
         case NodePhase.DELETED:

@@ -73,6 +73,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     is_reporting: bool = True
     """Whether this node tells how the job failed; whoever started all of them tells it once instead."""
     preemption_file: str = ""
+    master_file: str = ""
+    """DLROVER_MASTER_FILE: where the platform writes the master's newest address. Empty: the master stays where it is."""
     failover_extension: str = ""
     training_log_file: str = ""
     """Where the script logs, if not to its streams."""
@@ -123,6 +125,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         node_rank_variable=node_rank_variable,
         node_num=_node_num(environ),
         preemption_file=environ.get("DLROVER_PREEMPTION_FILE", ""),
+        master_file=environ.get("DLROVER_MASTER_FILE", ""),
         failover_extension=environ.get("DLROVER_EXTENSION_DYNAMIC_FAILOVER", ""),
         training_log_file=environ.get("TRAINING_LOG_FILE", ""),
         node_errors=parse_node_errors(environ.get("FAILURE_NODE_ERRORS", "")),

@@ -11,13 +11,13 @@ import errno
 import math
 import os
 import signal
+import stat
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
 from dlrover.agent.config import Entry, EntryKind, Streams, TlsConfig, WatchConfig, WorkerLogConfig
-from dlrover.cli.launch.piped_script import is_read_once
 from dlrover.cli.options.environment import Environment, read_environment
 from dlrover.cli.options.parser import Parsed, ValueOrigin, nearest, parse, unavailable
 from dlrover.cli.options.view_settings import Watching
@@ -25,11 +25,14 @@ from dlrover.cli.options.watch_settings import watch_config
 from dlrover.host.ownership import make_directory
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.check import CheckTerms
+from dlrover.protocol.messages.fleet import Strategy
 from dlrover.protocol.messages.job import Detection, JobTerms, Limits, RestartPolicy
 from dlrover.protocol.messages.peers import LARGEST_GROUP, MOST_COPIES
 from dlrover.protocol.messages.watch import HangStrategy, WatchTerms
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
+_DESCRIPTORS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+"""Names that mean another file in each process, also where that is a regular one."""
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,6 +125,7 @@ def build_settings(parsed: Parsed, environment: Environment, *, entry: Entry | N
             restarts=RestartPolicy(max_restarts=max_restarts),
             detection=_detection(parsed),
             standby=_standby(parsed),
+            strategy=Strategy.PS if parsed.text("strategy") == "ps" else Strategy.ALLREDUCE,
             check=_check(parsed, limits, notes),
             watch=watch_terms(
                 parsed.integer("hang_detection"), parsed.number("hang_downtime"), parsed.number("max_hang_downtime")
@@ -301,6 +305,12 @@ def read_entry(parsed: Parsed) -> Entry:
         check_script(parsed.script)
         kind = EntryKind.SCRIPT
     return Entry.of(kind, parsed.script, parsed.script_args)
+
+
+def is_read_once(path: str) -> bool:
+    """Whether the script is a pipe or a descriptor. Raises OSError if there is no such file."""
+    mode = os.stat(path).st_mode
+    return path.startswith(_DESCRIPTORS) or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def check_script(path: str) -> None:

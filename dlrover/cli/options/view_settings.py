@@ -46,5 +46,5 @@ def check_extra() -> None:
     if missing:
         raise ConfigError(
             f"The dashboard needs {' and '.join(missing)}, which is not installed. Install the extra `dashboard` of this project; or "
-            "leave out --enable-dashboard."
+            "leave out --enable-dashboard and --service-type http."
         )

@@ -1,5 +1,5 @@
 """
-Plots as SVG inside a page: no script, no library, nothing to fetch. All texts are escaped.
+The plots of a job's report.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from dlrover.cli.show import svg
 from dlrover.cli.show.history import HistorySpan
 from dlrover.protocol.messages.goodput import FaultCost, TimeClass
 
@@ -37,12 +38,9 @@ def goodput_bar(seconds: Mapping[TimeClass, float]) -> str:
     for class_ in sorted(seconds, key=lambda each: -seconds[each]):
         width = WIDTH * seconds[class_] / total
         label = f"{class_.value}: {seconds[class_]:.1f} s, {100 * seconds[class_] / total:.2f} %"
-        parts.append(
-            f'<rect x="{x:.2f}" y="0" width="{max(width, 0.5):.2f}" height="34" fill="{COLOURS[class_]}">'
-            f"<title>{escape(label)}</title></rect>"
-        )
+        parts.append(svg.rect(x, 0, max(width, 0.5), 34, COLOURS[class_], title=label))
         x += width
-    return _svg(34, parts, "Share of each class of time")
+    return svg.picture((WIDTH, 34), parts, label="Share of each class of time")
 
 
 def legend(classes: Sequence[TimeClass]) -> str:
@@ -61,26 +59,21 @@ def timeline(
     scale = (WIDTH - _LEFT) / max(1, ends_at - begins_at)
     parts = []
     for rank, row in rows.items():
-        parts.append(f'<text x="0" y="{22 * row + 15}">node rank {rank}</text>')
+        parts.append(svg.text(0, 22 * row + 15, f"node rank {rank}"))
     for span in spans:
         if span.node_rank not in rows:
             continue
         x, width = _LEFT + (span.begins_at - begins_at) * scale, (span.ends_at - span.begins_at) * scale
         name = f"round {span.round}" if span.doing is None else span.doing.value
         label = f"{name}: {(span.ends_at - span.begins_at) / 1e6:.2f} s"
-        parts.append(
-            f'<rect x="{x:.2f}" y="{22 * rows[span.node_rank] + 3}" width="{max(width, 0.4):.2f}" height="16" '
-            f'fill="{COLOURS[span.doing]}"><title>{escape(label)}</title></rect>'
-        )
+        top = 22 * rows[span.node_rank] + 3
+        parts.append(svg.rect(x, top, max(width, 0.4), 16, COLOURS[span.doing], title=label))
     for fault in faults:
         x = _LEFT + (fault.at - begins_at) * scale
-        parts.append(
-            f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{height - 22}" stroke="#b3261e" stroke-dasharray="3 2">'
-            f"<title>{escape(f'fault {fault.number}: {fault.cause}')}</title></line>"
-        )
-    parts.append(f'<text x="{_LEFT}" y="{height - 5}">0 s</text>')
-    parts.append(f'<text x="{WIDTH}" y="{height - 5}" text-anchor="end">{(ends_at - begins_at) / 1e6:.0f} s</text>')
-    return _svg(height, parts, "What each node did, with faults as dashed lines")
+        title = f"fault {fault.number}: {fault.cause}"
+        parts.append(svg.line(x, 0, x, height - 22, "#b3261e", dash="3 2", title=title))
+    parts += _time_axis(height - 5, begins_at, ends_at)
+    return svg.picture((WIDTH, height), parts, label="What each node did, with faults as dashed lines")
 
 
 def steps_over_time(steps: Sequence[tuple[int, int]], begins_at: int, ends_at: int) -> str:
@@ -90,20 +83,15 @@ def steps_over_time(steps: Sequence[tuple[int, int]], begins_at: int, ends_at: i
     lowest, highest = steps[0][1], max(step for _, step in steps)
     scale_x = (WIDTH - _LEFT) / max(1, ends_at - begins_at)
     scale_y = (height - 40) / max(1, highest - lowest)
-    points = " ".join(
-        f"{_LEFT + (at - begins_at) * scale_x:.1f},{height - 25 - (step - lowest) * scale_y:.1f}" for at, step in steps
-    )
+    points = [(_LEFT + (at - begins_at) * scale_x, height - 25 - (step - lowest) * scale_y) for at, step in steps]
     parts = [
-        f'<polyline points="{points}" fill="none" stroke="#2e9e5b" stroke-width="2"/>',
-        f'<text x="0" y="20">step {highest}</text><text x="0" y="{height - 25}">step {lowest}</text>',
-        f'<text x="{_LEFT}" y="{height - 6}">0 s</text>',
-        f'<text x="{WIDTH}" y="{height - 6}" text-anchor="end">{(ends_at - begins_at) / 1e6:.0f} s</text>',
+        svg.polyline(points, "#2e9e5b", stroke_width="2"),
+        svg.text(0, 20, f"step {highest}"),
+        svg.text(0, height - 25, f"step {lowest}"),
+        *_time_axis(height - 6, begins_at, ends_at),
     ]
-    return _svg(height, parts, "Highest step over time")
+    return svg.picture((WIDTH, height), parts, label="Highest step over time")
 
 
-def _svg(height: float, parts: Sequence[str], label: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
-    )
+def _time_axis(y: float, begins_at: int, ends_at: int) -> list[str]:
+    return [svg.text(_LEFT, y, "0 s"), svg.text(WIDTH, y, f"{(ends_at - begins_at) / 1e6:.0f} s", anchor="end")]

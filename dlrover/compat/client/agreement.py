@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from dlrover.compat.client import comm
 from dlrover.compat.launch import environment
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
 from dlrover.protocol.messages.kv import KvCompareSet, KvGet, KvSet, KvValues
@@ -60,7 +61,7 @@ def _read(ask: Ask, round_: Round, keys: list[str]) -> list[int]:
     try:
         reply = ask(KvGet(keys=tuple(keys), round=round_))
     except Rejected as error:
-        if error.code != "kv-timeout":
+        if error.code != ErrorCode.KV_TIMEOUT:
             raise
         return []
     assert isinstance(reply, KvValues), reply

@@ -25,6 +25,7 @@ from dlrover.compat.names.constants import (
     TrainingExceptionLevel,
     TrainingLoopStatus,
 )
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.fleet import (
     AskClusterVersion,
@@ -57,9 +58,8 @@ from dlrover.protocol.messages.kv import KvAdd, KvGet, KvNumber, KvSet, KvValues
 from dlrover.protocol.messages.requests import RestartWorkers
 from dlrover.protocol.messages.sync import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
 from dlrover.protocol.messages.watch import MAX_SAMPLE_TEXT, NodeEvent, SampleTaken
-from dlrover.trainer import environment, progress
+from dlrover.trainer import environment, phases, progress
 from dlrover.trainer.agent_link import Link, current_link
-from dlrover.trainer.worker import phases
 
 if TYPE_CHECKING:
     from dlrover.agent.monitor.old_diagnosis_data import DiagnosisData
@@ -136,7 +136,7 @@ class MasterClient:
         try:
             reply = self._ask(KvGet(keys=tuple(keys)))
         except Rejected as error:
-            if error.code != "kv-timeout":
+            if error.code != ErrorCode.KV_TIMEOUT:
                 raise
             return {}
         assert isinstance(reply, KvValues), reply
@@ -554,7 +554,7 @@ class MasterClient:
         try:
             self._ask(RestartJob(reason=reason, round=self._round))
         except Rejected as error:
-            if error.code != "no-platform":
+            if error.code != ErrorCode.NO_PLATFORM:
                 raise
             self._ask(RestartWorkers(reason=reason))  # nodes that were started by hand stay
 

@@ -12,6 +12,7 @@ import logging
 import threading
 
 from dlrover.compat.client import comm
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.data import (
     AskDataCheckpoint,
@@ -136,7 +137,9 @@ class TaskBook:
         try:
             name = str(json.loads(content)["dataset_name"])
         except (ValueError, KeyError, TypeError) as error:
-            raise Rejected("A dataset checkpoint is a JSON object with `dataset_name`.", code="malformed") from error
+            raise Rejected(
+                "A dataset checkpoint is a JSON object with `dataset_name`.", code=ErrorCode.MALFORMED
+            ) from error
         self._told(RestoreDataset(dataset=name, content=content, round=self._round))
         with self._lock:
             self._held.pop(name, None)

@@ -12,9 +12,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from dlrover.cli.cluster_master import CLUSTER_PLATFORMS
 from dlrover.cli.console import say_block
 from dlrover.cli.launch.launcher import EXIT_USAGE
-from dlrover.cli.master_command import build_parser, reset_options_without_effect, run
+from dlrover.cli.master_command import build_parser, read_options, reset_options_without_effect, run
 from dlrover.cli.options.environment import read_environment
 from dlrover.protocol.errors import ConfigError
 
@@ -26,13 +27,14 @@ PLATFORM = "pyk8s"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser("python -m dlrover.python.master.main", allow_abbrev=True)
     parser.set_defaults(platform=PLATFORM)
-    options, unknown = parser.parse_known_args(argv)
+    options, unknown = read_options(parser, argv)
     if unknown:
         log.warning("Unknown options are ignored: %s", " ".join(unknown))
     for note in reset_options_without_effect(options):
         log.warning("%s", note)
     try:
-        if not options.fleet and options.dynamic_failover_extension:
+        starts_nodes = options.fleet or options.platform in CLUSTER_PLATFORMS
+        if not starts_nodes and options.dynamic_failover_extension:
             name, options.dynamic_failover_extension = options.dynamic_failover_extension, ""
             log.warning("--dynamic_failover_extension %s is ignored: this master starts no nodes.", name)
         if read_environment(os.environ).host_ports:

@@ -145,6 +145,8 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds a relaunched node of a group may wait before the whole group moves elsewhere; at least 300."""
     max_group_relaunches: int = 3
     """Over all groups."""
+    limits: Resource = Resource()
+    """What all nodes together may ask for. A part that is 0 has no limit."""
     failure_window: float = 3600.0
     """Seconds in which more failed nodes than the job has workers end it: then something else is wrong than a node."""
 
@@ -390,6 +392,9 @@ class LaunchNode(Struct, tag=True, frozen=True, kw_only=True):
     name: str
     resource: Resource = Resource()
     relaunch_count: int = 0
+    """Of its rank, after failures: what its budget has paid."""
+    num_former: int = 0
+    """How often its rank got another node, also after evictions. For people."""
     group: int = -1
     priority: str = ""
     avoid_hosts: tuple[str, ...] = ()

@@ -28,10 +28,6 @@ class Answer(Struct, tag=True, frozen=True, kw_only=True):
     body: Reply
 
 
-BLOCKED = "blocked"
-"""Code of a refusal: the master decides nothing until it can write its journal again. The message says what to do."""
-
-
 class Refusal(Struct, tag=True, frozen=True, kw_only=True):
     """The request changed nothing. `retry_after` set: try again later, else never."""
 

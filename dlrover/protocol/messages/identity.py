@@ -20,3 +20,13 @@ Micros = NewType("Micros", int)
 """An instant on the master's clock, in integer microseconds. Never goes back."""
 PlatformId = NewType("PlatformId", int)
 """What the platform runs as one node (a pod, an actor, a local process): its number within the job, never used again."""
+
+MICROS_PER_SECOND = 1_000_000
+
+_LONGEST = 1e9
+"""Seconds. Users may give infinity for a timeout; integers cannot hold it, thirty years are as good."""
+
+
+def micros(seconds: float) -> int:
+    """A duration in the unit of the master's clock."""
+    return round(min(seconds, _LONGEST) * MICROS_PER_SECOND)

@@ -35,6 +35,13 @@ from dlrover.protocol.messages.checkpoint import (
     SnapshotFailed,
     SnapshotSaved,
 )
+from dlrover.protocol.messages.cluster import (
+    AnyClusterCommand,
+    AskCluster,
+    ClusterTask,
+    CutTaken,
+    VersionView,
+)
 from dlrover.protocol.messages.data import AnyDataCommand, AnyDataQuery, DataReply, DatasetState
 from dlrover.protocol.messages.fleet import (
     FleetCommand,
@@ -50,6 +57,7 @@ from dlrover.protocol.messages.fleet import (
     ResumeJob,
     ScaleJob,
     ScaleReplicas,
+    Strategy,
     SuspendJob,
     UpdateClusterVersion,
 )
@@ -127,6 +135,11 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if seconds is not None and not seconds >= 0:
                 raise ValueError(f"{name} {seconds}: give a number of seconds of at least 0")
 
+    def num_usable(self, num_nodes: int) -> int:
+        """How many of so many nodes a world can have."""
+        capped = min(num_nodes, self.max_nodes)
+        return capped - capped % self.node_unit
+
 
 class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often workers are started again after a failure. Membership changes never count."""
@@ -190,6 +203,8 @@ class JobTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     check: CheckTerms | None = None
     """How nodes are checked before they train; None: they are not."""
     watch: WatchTerms = WatchTerms()
+    strategy: Strategy = Strategy.ALLREDUCE
+    """How the nodes train together: in one world, or as a cluster with parameter servers."""
     shutdown_timeout: float = 30.0
     """Seconds that workers have for stopping at the end of the job. The one term that may differ: the first node's counts."""
 
@@ -198,6 +213,10 @@ class JobTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"--shutdown-timeout {self.shutdown_timeout}: give a number of seconds of at least 0")
         if self.standby < 0:
             raise ValueError(f"--standby {self.standby}: give a number of nodes of at least 0")
+        if self.strategy is Strategy.PS and (self.standby or self.check is not None):
+            raise ValueError(
+                "--strategy ps: a parameter-server job has no standby nodes and no node check; leave them out"
+            )
 
 
 class Stage(enum.StrEnum):
@@ -302,6 +321,8 @@ class WorldSpec(Struct, frozen=True, kw_only=True):
     """How often workers were started again so far, for whatever reason: TORCHELASTIC_RESTART_COUNT."""
     job_age: float = 0.0
     """Seconds from the first round of the job to this one; with the restarts it says how often training is interrupted."""
+    task: ClusterTask | None = None
+    """What its one process is in the cluster of a parameter-server job; None: the workers form a world."""
     turns: tuple[tuple[Round, int], ...] = ()
     """Which step the ranks of earlier rounds went on with, of jobs that read shards: see `data_messages.last_shared`."""
 
@@ -608,6 +629,8 @@ class DeadlineKind(enum.StrEnum):
     """A storage save waits for shards that do not come, or for its committer."""
     DATA_LEASE = "data-lease"
     """Shards of a worker that was not heard of may go to another."""
+    CLUSTER_PHASE = "cluster-phase"
+    """The phase of a version of the cluster lasts too long."""
     BREAK_POINT = "break-point"
     """What is kept of workers that have ended is decided without the nodes that have not told what they hold."""
     TAKE_UP = "take-up"
@@ -662,6 +685,7 @@ Command = (
     | AccountGoodput
     | SteeringCommand
     | PreCheckCommand
+    | AnyClusterCommand
 )
 AgentCommand = (
     Attach
@@ -688,6 +712,7 @@ AgentCommand = (
     | AnyCheckpointCommand
     | RequestSave
     | SteeringCommand
+    | AnyClusterCommand
 )
 """What may come from outside. The rest is injected by the master's own shell."""
 
@@ -735,6 +760,7 @@ Query = (
     | AskFault
     | AskEvents
     | AskActivity
+    | AskCluster
 )
 
 
@@ -847,6 +873,8 @@ Reply = (
     | FaultTold
     | Events
     | Activity
+    | CutTaken
+    | VersionView
 )
 
 
@@ -935,6 +963,8 @@ WorkerRequest = (
     | WorkerNews
     | AskStatus
     | FleetQuery
+    | AnyClusterCommand
+    | AskCluster
 )
 """What workers may ask of the master, through their agent."""
 
@@ -957,7 +987,7 @@ WorkerMessage = Hello | ReportStep | AskMaster | OpenSnapshots | SnapshotSaved |
 
 class MasterAnswer(Struct, tag=True, frozen=True, kw_only=True):
     id: int
-    reply: Done | KvReply | SyncReply | DataReply | JobStatus | FleetReply
+    reply: Done | KvReply | SyncReply | DataReply | JobStatus | FleetReply | CutTaken | VersionView
 
 
 class MasterRefusal(Struct, tag=True, frozen=True, kw_only=True):

@@ -105,7 +105,7 @@ class HeldParity(Struct, frozen=True, kw_only=True):
     row: int
     num_data: int
     columns: tuple[tuple[int, int], ...]
-    """Per column of the stripe: the shard, and the length of its image (see `snapshot.memory.image`)."""
+    """Per column of the stripe: the shard, and the length of its image (see `dlrover.snapshot.image`)."""
 
 
 class ListHeld(Struct, tag=True, frozen=True, kw_only=True):

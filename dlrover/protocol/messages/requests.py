@@ -6,6 +6,9 @@ from msgspec import Struct
 
 from dlrover.protocol.messages.identity import NodeId, PlatformId
 
+MAX_REASON = 1024
+"""Characters of why somebody wants something: it is said, and some of it is kept. More is cut off."""
+
 
 class RestartWorkers(Struct, tag=True, frozen=True, kw_only=True):
     """All workers stop and start again in the next round, on the same nodes. Costs nothing of the restart budget."""

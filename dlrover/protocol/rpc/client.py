@@ -23,9 +23,9 @@ from msgspec.structs import replace
 
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.codec import QUESTION, VERDICT, Question, check_size, decode_from_master
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.frames import (
-    BLOCKED,
     Ack,
     Answer,
     Beat,
@@ -90,6 +90,7 @@ class AgentChannel:
     with what it carried; `on_desired` later with each newer level. Both run in the event loop and must not block; what
     they saw is acknowledged when they return. `on_order` hears what is to be done now or never. `on_blocked` hears why the
     master can decide nothing, when it refuses a request of ours for that reason, and an empty text when it decides again.
+    `find_address` is asked before each attempt, where the master may move to another machine.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class AgentChannel:
         on_desired: Callable[[Desired], None],
         on_order: Callable[[WatchOrder], None] | None = None,
         on_blocked: Callable[[str], None] | None = None,
+        find_address: Callable[[], str] | None = None,
     ) -> None:
         self._address = address
+        self._find_address = find_address
         self._token = token
         self._tls = tls
         self._attach = attach
@@ -216,6 +219,8 @@ class AgentChannel:
 
     async def _attempt(self) -> None:
         """One stream, from connecting to its end."""
+        if self._find_address is not None:
+            self._address = self._find_address()
         # A fresh channel each time, because an old one would wait for gRPC's own reconnect back-off.
         async with open_channel(self._address, self._tls) as channel:
             stream = channel.stream_stream(f"/{SERVICE}/{AGENT_METHOD}")(
@@ -294,7 +299,7 @@ class AgentChannel:
                 if (waiting := self._decided(number)) is not None and not waiting.answer.done():
                     waiting.answer.set_exception(rejected)
             case Refusal(id=number, retry_after=float() as retry_after):
-                if parcel.code == BLOCKED:
+                if parcel.code == ErrorCode.BLOCKED:
                     self._note_blocked(parcel.message)
                 self._hold(number, retry_after, outbox)
             case Push(desired=desired):
@@ -421,11 +426,11 @@ async def ask(address: str, body: Question, *, token: str, tls: TlsConfig | None
 
 
 _FINAL_CODES = {
-    grpc.StatusCode.UNAUTHENTICATED: "bad-token",
-    grpc.StatusCode.FAILED_PRECONDITION: "version",
-    grpc.StatusCode.INVALID_ARGUMENT: "malformed",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "too-large",
-    grpc.StatusCode.UNIMPLEMENTED: "not-a-master",
+    grpc.StatusCode.UNAUTHENTICATED: ErrorCode.BAD_TOKEN,
+    grpc.StatusCode.FAILED_PRECONDITION: ErrorCode.VERSION,
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.MALFORMED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorCode.TOO_LARGE,
+    grpc.StatusCode.UNIMPLEMENTED: ErrorCode.NOT_A_MASTER,
 }
 """Statuses that the same call would get again. All others may pass."""
 

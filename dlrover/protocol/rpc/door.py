@@ -7,7 +7,7 @@ The door looks from behind instead: all connections are descriptors of this proc
 
 A connection is *inside* while a call that has shown the token lasts, else *outside*. The door does not look at connections inside.
 An address may have some connections outside, and all addresses together some more; the oldest are closed first, so that a new caller has time to show its
-token. Ten thousand agents may come at once, from one address, and wait outside until the master has read their calls. So there is more room, and
+token. For a moment a new one does not count as one of too many of its address, unless others of that address were just closed. Ten thousand agents may come at once, from one address, and wait outside until the master has read their calls. So there is more room, and
 more time, for agents that a restarted master expects, and for a moment after each connection that is admitted.
 
 Time is counted in looks. A master that was stopped or is busy looks less often, and no connection ends for that.
@@ -43,7 +43,15 @@ LONG_PATIENCE = 300
 """The same (30 s, as long as an agent waits) while there is more room: there may be many calls to read before the next one."""
 LINGER = 2
 """Looks after which a refused connection is closed. The refusal must reach the caller: it may be a person with an old token."""
+MAX_ANSWERS = 4
+"""Calls of a refused connection that are answered. Further ones are held: a stranger opens no stream for one that does not end."""
+HOLD = 20
+"""Looks after which a connection with held calls is closed. Sooner, the stranger would be back sooner with new ones."""
+MAX_HELD = 256
+"""Held calls of all connections together: of each, gRPC keeps up to 64 KiB of its body."""
 MAX_OF_ADDRESS = 256
+NEW = 5
+"""Looks (0.5 s) in which a connection is not closed for that bound: its call may wait to be read, behind hundreds of others that came with it."""
 MAX_OF_REFUSED = 16
 """Instead, if a call of that address was refused in the last 50 looks: reading and refusing a call takes 0.3 ms."""
 MAX_OUTSIDE = 2048
@@ -72,6 +80,16 @@ class _Stranger:
     num_looks: int = 0
 
 
+@dataclass
+class _Refused:
+    """A connection with calls that have shown no token."""
+
+    num_calls: int = 0
+    num_held: int = 0
+    num_looks: int = 0
+    """Since the first of them."""
+
+
 class Door:
     """For one event loop: the one that handles the calls of the port."""
 
@@ -83,8 +101,11 @@ class Door:
         self._calls: Counter[Place] = Counter()  # admitted and not over
         self._inside: dict[Place, int] = {}  # descriptors of those that were seen since then
         self._seen: dict[int, _Stranger] = {}  # all other descriptors, as of the last look
-        self._refused: dict[Place, int] = {}  # and the looks since the first refusal
+        self._refused: dict[Place, _Refused] = {}
+        self._num_held = 0
+        self._over = asyncio.Event()
         self._suspects: dict[str, int] = {}  # addresses, and the looks since the last refusal
+        self._watched: dict[str, int] = {}  # the same since the last connection of theirs was closed
         self._room = 0.0
         self._num_looks = 0
         self._rarely = Rarely()
@@ -104,19 +125,44 @@ class Door:
                 del self._calls[place]
                 self._inside.pop(place, None)  # its descriptor may soon be that of another connection
 
-    def refuse(self, place: Place) -> None:
-        """A call has shown no token, or a wrong one. Its connection is closed when the caller has had time to read why."""
+    def refuse(self, place: Place) -> bool:
+        """
+        A call has shown no token, or a wrong one. Its connection is closed when the caller has had time to read why.
+
+        False: nobody needs to read that any more. Whoever can hold the call gives it to `hold` instead of an answer.
+        """
         place = _plain(place)
-        self._refused.setdefault(place, 0)
         self._suspects[_address_of(place)] = 0
+        refused = self._refused.setdefault(place, _Refused())
+        refused.num_calls += 1
+        return refused.num_calls <= MAX_ANSWERS or self._num_held >= MAX_HELD or bool(self._calls.get(place))
+
+    async def hold(self, place: Place) -> None:
+        """Until the connection is closed, which cancels the call, or the door no longer looks."""
+        refused = self._refused.get(_plain(place))
+        assert refused is not None, "only a refused call is held"
+        refused.num_held += 1
+        self._num_held += 1
+        try:
+            await self._over.wait()
+        finally:
+            refused.num_held -= 1
+            self._num_held -= 1
 
     async def run(self) -> None:
         """Until cancelled."""
+        try:
+            await self._keep_looking()
+        finally:
+            self._over.set()
+
+    async def _keep_looking(self) -> None:
         is_told = False
         took = 0.0
         while True:
             await asyncio.sleep(max(PERIOD, SHARE * took))
-            began_at = time.monotonic()
+            # By another clock a busy machine would make looks rare, and let strangers pile up.
+            began_at = time.thread_time()
             try:
                 self._look()
                 is_told = False
@@ -124,13 +170,15 @@ class Door:
                 if not is_told:
                     log.warning("cannot look at connections port=%d reason=%s", self._port, error)
                 is_told = True
-            took = time.monotonic() - began_at
+            took = time.thread_time() - began_at
 
     def _look(self) -> None:
         self._num_looks += 1
-        for places in (self._refused, self._suspects):
-            for place in places:
-                places[place] += 1  # type: ignore[index]
+        for refused in self._refused.values():
+            refused.num_looks += 1
+        for addresses in (self._suspects, self._watched):
+            for address in addresses:
+                addresses[address] += 1
         num_missing = self.num_expected - len(self._calls) if self._num_looks <= RETURN else 0
         for_expected = 2 * max(0, num_missing)
         outside = self._outside()
@@ -141,21 +189,24 @@ class Door:
             if reason:
                 num_of[each.address] -= 1
                 num_outside -= 1
+                self._watched[each.address] = 0
                 self._close(each, reason)
-        self._refused = {place: looks for place, looks in self._refused.items() if looks <= LINGER}
+        self._refused = {place: each for place, each in self._refused.items() if each.num_held or not _is_over(each)}
         self._suspects = {address: looks for address, looks in self._suspects.items() if looks <= PATIENCE}
+        self._watched = {address: looks for address, looks in self._watched.items() if looks <= PATIENCE}
         self._room = self._room * FADING if self._room > 1 else 0.0
 
     def _reason(self, each: _Stranger, num_of_address: int, num_outside: int, for_expected: int) -> str:
         """Why this one is to be closed; empty: it is not."""
         assert each.place is not None, "a connection of our port"
         room = self._room + for_expected
-        if self._refused.get(each.place, 0) > LINGER:
+        if (refused := self._refused.get(each.place)) is not None and _is_over(refused):
             return "no-token"
         if each.num_looks > (LONG_PATIENCE if room else PATIENCE):
             return "silent"
         is_suspect = each.address in self._suspects
-        if num_of_address > (MAX_OF_REFUSED + for_expected if is_suspect else MAX_OF_ADDRESS + room):
+        is_new = each.num_looks <= NEW and not is_suspect and each.address not in self._watched
+        if not is_new and num_of_address > (MAX_OF_REFUSED + for_expected if is_suspect else MAX_OF_ADDRESS + room):
             return "too-many-of-address"
         return "too-many" if num_outside > room + self._max_outside else ""
 
@@ -218,6 +269,10 @@ class Door:
                 each.address,
                 reason,
             )
+
+
+def _is_over(refused: _Refused) -> bool:
+    return refused.num_looks > (HOLD if refused.num_held else LINGER)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 The master's side of the wire: who may enter, and bytes to messages.
 
 Everything a stranger can do wrong ends here with a clear status and changes nothing: a wrong token, another protocol
-version, bytes that are no message, a message too large. What passes goes to the desk, which decides.
+version, bytes that are no message, a message too large. What passes goes to the master's loop, which decides.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import grpc
 import grpc.aio
 
 from dlrover.protocol.addresses import Address, TlsConfig
-from dlrover.protocol.codec import QUESTION, Question, Unreadable, decode_from_agent, encode_verdict
-from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.messages.frames import Answer, FromAgent, FromMaster, Refusal
+from dlrover.protocol.codec import QUESTION, Question, Unreadable, decode_from_agent
+from dlrover.protocol.error_codes import ErrorCode
+from dlrover.protocol.errors import ConfigError, Rejected
+from dlrover.protocol.messages.frames import FromAgent, FromMaster
 from dlrover.protocol.messages.job import PROTOCOL_VERSION, Reply
 from dlrover.protocol.rpc.door import MAX_OUTSIDE, Door, place_of
+from dlrover.protocol.rpc.questions import sendable, verdict_on
 from dlrover.protocol.rpc.rarely import Rarely
 from dlrover.protocol.rpc.transport import (
     AGENT_METHOD,
@@ -36,11 +38,9 @@ from dlrover.protocol.rpc.transport import (
     TOKEN_KEY,
     VERSION_KEY,
     Outbox,
-    instead_of,
     package_version,
     server_credentials,
 )
-from dlrover.protocol.text import UNENCODABLE
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class PortTaken(ConfigError):
 
 
 class AgentStream:
-    """One agent's open stream, as the desk sees it."""
+    """One agent's open stream, as the master's loop sees it."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -91,7 +91,7 @@ class MasterServer:
     """
 
     def __init__(self, *, token: str, tls: TlsConfig | None = None) -> None:
-        self._desk: MessageSink | None = None
+        self._master_loop: MessageSink | None = None
         self._token = token.encode()
         self._tls = tls
         self._streams: list[AgentStream] = []
@@ -124,10 +124,10 @@ class MasterServer:
         self._door = Door(int(bound), max_outside=min(MAX_OUTSIDE, max_connections // 4))
         return int(bound)
 
-    async def start(self, desk: MessageSink, *, num_expected: int = 0) -> None:
+    async def start(self, master_loop: MessageSink, *, num_expected: int = 0) -> None:
         """`num_expected`: agents that were attached to a former master and will come back, all at once."""
         assert self._server is not None, "bind first"
-        self._desk = desk
+        self._master_loop = master_loop
         await self._server.start()
         _, door = self._behind()
         door.num_expected = num_expected
@@ -143,16 +143,16 @@ class MasterServer:
             await self._server.stop(FLUSH_TIMEOUT)
 
     async def _serve_agent(self, _: object, call: grpc.aio.ServicerContext) -> None:
-        desk, door = self._behind()
+        master_loop, door = self._behind()
         await self._admit(call, door)
         with door.inside(place_of(call.peer())):
-            await self._converse(call, desk)
+            await self._converse(call, master_loop)
 
-    async def _converse(self, call: grpc.aio.ServicerContext, desk: MessageSink) -> None:
+    async def _converse(self, call: grpc.aio.ServicerContext, master_loop: MessageSink) -> None:
         await call.send_initial_metadata(())
         stream = AgentStream(call.peer())
         self._streams.append(stream)
-        reader = asyncio.ensure_future(_read(stream, call, desk))
+        reader = asyncio.ensure_future(_read(stream, call, master_loop))
         writer = asyncio.ensure_future(stream._outbox.run(call.write))
         ended = asyncio.ensure_future(stream._ended.wait())
         try:
@@ -170,17 +170,17 @@ class MasterServer:
             await call.abort(_status_of(error), str(error))
         finally:
             self._streams.remove(stream)
-            desk.closed(stream)
+            master_loop.closed(stream)
             for task in (reader, writer, ended):
                 task.cancel()
             await asyncio.gather(reader, writer, ended, return_exceptions=True)
 
     async def _serve_ask(self, _: object, call: grpc.aio.ServicerContext) -> bytes:
         """A stream of one message: for a unary method gRPC would read the whole message before we see the token."""
-        desk, door = self._behind()
+        master_loop, door = self._behind()
         await self._admit(call, door)
         with door.inside(place_of(call.peer())):
-            return await _answer(call, desk)
+            return await _answer(call, master_loop)
 
     async def _serve_other(self, _: object, call: grpc.aio.ServicerContext) -> bytes:
         """A method that there is not. gRPC itself would say so to strangers, too, as often as they ask."""
@@ -189,18 +189,21 @@ class MasterServer:
         raise AssertionError("abort always raises")
 
     def _behind(self) -> tuple[MessageSink, Door]:
-        assert self._desk is not None, "served before start"
+        assert self._master_loop is not None, "served before start"
         assert self._door is not None, "served before bind"
-        return self._desk, self._door
+        return self._master_loop, self._door
 
     async def _admit(self, call: grpc.aio.ServicerContext, door: Door) -> None:
         """Token first: a stranger learns nothing else about us."""
         said = dict(call.invocation_metadata())
         token = said.get(TOKEN_KEY, b"")
         if self._token and not hmac.compare_digest(token if isinstance(token, bytes) else b"", self._token):
-            door.refuse(place_of(call.peer()))
+            place = place_of(call.peer())
+            is_answered = door.refuse(place)
             if self._refusals.now():
                 log.warning("strangers refused num=%d newest=%s reason=token", self._refusals.num, call.peer())
+            if not is_answered:
+                await door.hold(place)
             await call.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "the job token is missing or wrong. Give the job's token with DLROVER_JOB_TOKEN or its token file; if this is "
@@ -227,35 +230,22 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(details.method, self._other)
 
 
-async def _answer(call: grpc.aio.ServicerContext, desk: MessageSink) -> bytes:
+async def _answer(call: grpc.aio.ServicerContext, master_loop: MessageSink) -> bytes:
     data = await call.read()
     try:
         question = QUESTION.decode(b"" if data is grpc.aio.EOF else data)
     except Rejected as error:
         await call.abort(_status_of(error), str(error))
-    try:
-        return _encode(Answer(id=0, body=await desk.ask(question)))
-    except Rejected as error:
-        return _encode(Refusal(id=0, code=error.code, message=str(error)))
-    except Unavailable as error:
-        retry_after = 1.0 if error.retry_after is None else error.retry_after
-        return _encode(Refusal(id=0, code=error.code, message=str(error), retry_after=retry_after))
+    _, data = sendable(await verdict_on(question, master_loop.ask))
+    return data
 
 
-def _encode(verdict: Answer | Refusal) -> bytes:
-    try:
-        return encode_verdict(verdict)
-    except UNENCODABLE as error:
-        log.error("an answer cannot be encoded reason=%s", error)
-        return encode_verdict(instead_of(verdict))
-
-
-async def _read(stream: AgentStream, call: grpc.aio.ServicerContext, desk: MessageSink) -> None:
+async def _read(stream: AgentStream, call: grpc.aio.ServicerContext, master_loop: MessageSink) -> None:
     while True:
         data = await call.read()
         if data is grpc.aio.EOF:
             return
-        desk.receive(stream, decode_from_agent(data))
+        master_loop.receive(stream, decode_from_agent(data))
         # A peer that sends without reading its answers must not fill our memory.
         await stream._outbox.room()
 
@@ -270,7 +260,7 @@ def explain_versions(protocol: str, version: str) -> str:
 
 
 def _status_of(error: Rejected) -> grpc.StatusCode:
-    return grpc.StatusCode.RESOURCE_EXHAUSTED if error.code == "too-large" else grpc.StatusCode.INVALID_ARGUMENT
+    return grpc.StatusCode.RESOURCE_EXHAUSTED if error.code == ErrorCode.TOO_LARGE else grpc.StatusCode.INVALID_ARGUMENT
 
 
 def _max_connections() -> int:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.codec import encode_frame, encode_frames
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.frames import Answer, FromAgent, FromMaster, Observed, Refusal
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
@@ -158,7 +159,7 @@ def instead_of(verdict: Answer | Refusal) -> Refusal:
     if isinstance(verdict, Refusal):
         return replace(verdict, message=encodable(verdict.message))
     kind = type(verdict.body).__name__
-    return Refusal(id=verdict.id, code="internal", message=f"The answer ({kind}) cannot be encoded.")
+    return Refusal(id=verdict.id, code=ErrorCode.INTERNAL, message=f"The answer ({kind}) cannot be encoded.")
 
 
 @functools.cache

@@ -21,7 +21,6 @@ import mmap
 import os
 import threading
 import time
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from dlrover.protocol.errors import DLRoverError
-from dlrover.snapshot.memory.checksum import combine_crc32
+from dlrover.snapshot.memory.checksum import combine_crc32, crc32
 from dlrover.snapshot.memory.segment_format import round_up
 
 BLOCK_BYTES = 4096
@@ -112,7 +111,7 @@ def write_file(
 
 def image_chunks(pieces: Sequence[FilePiece], late: Late, total_bytes: int) -> tuple[WrittenFile, list[memoryview]]:
     """The same file as a list of chunks in order, for storages that only take a stream."""
-    sums = [zlib.crc32(piece.content) for piece in pieces]
+    sums = [crc32(piece.content) for piece in pieces]
     chunks: list[memoryview] = []
     at = 0
     crc = 0
@@ -120,7 +119,7 @@ def image_chunks(pieces: Sequence[FilePiece], late: Late, total_bytes: int) -> t
         for part in (memoryview(bytes(offset - at)), memoryview(content)):
             if part.nbytes:
                 chunks.append(part)
-                crc = zlib.crc32(part, crc)
+                crc = crc32(part, crc)
         at = offset + len(content)
     assert at == total_bytes, f"the pieces end at {at}, not at {total_bytes}"
     return WrittenFile(total_bytes, crc), chunks
@@ -139,7 +138,7 @@ def file_crc32(path: str | os.PathLike[str], num_threads: int = 2) -> WrittenFil
         def sum_units() -> None:
             while (index := next(ticket)) < len(starts):
                 content = os.pread(fd, UNIT_BYTES, starts[index])
-                sums[starts[index]] = (zlib.crc32(content), len(content))
+                sums[starts[index]] = (crc32(content), len(content))
 
         run_in_threads(sum_units, num_threads)
         return WrittenFile(size, combine_sums(sums))
@@ -255,18 +254,18 @@ class _UnitWork:
         content = unit.content
         if isinstance(content, _Sums):
             for number in content.numbers:
-                self.small_sums[number] = zlib.crc32(content.pieces[number].content)
+                self.small_sums[number] = crc32(content.pieces[number].content)
             return
         self._admit()
         if isinstance(content, _Gather):
             length = content.length
             with buffer.view(round_up(length, BLOCK_BYTES)) as view:
                 content.fill(view)
-                self.sums[unit.start] = (zlib.crc32(view[:length]), length)
+                self.sums[unit.start] = (crc32(view[:length]), length)
                 self._target.write(view, unit.start, is_short=length <= CACHED_UP_TO_BYTES)
         else:
             length = len(content)
-            self.sums[unit.start] = (zlib.crc32(content), length)
+            self.sums[unit.start] = (crc32(content), length)
             self._target.write(content, unit.start)
         with self._lock:
             self._num_written += length
@@ -408,7 +407,7 @@ def _sum_of_piece(piece: FilePiece, starts: list[int], sums: dict[int, tuple[int
         crc = combine_crc32(crc, part, length) if summed else part
         summed += length
     rest = memoryview(piece.content)[summed:]
-    return zlib.crc32(rest, crc)
+    return crc32(rest, crc)
 
 
 def _gaps(direct: list[tuple[int, int]], total_bytes: int) -> list[tuple[int, int]]:

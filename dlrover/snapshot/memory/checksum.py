@@ -54,6 +54,12 @@ def checksum_function(algorithm: Algorithm) -> Checksum:
     return crc32
 
 
+def crc32(data: memoryview | bytes | bytearray, before: int = 0) -> int:
+    """The sum of zip files, counted on from that of what stands before."""
+    function: Callable[..., int] = checksum_function(Algorithm.CRC32)
+    return function(data, before)
+
+
 def chunk_checksums(data: memoryview, algorithm: Algorithm, pool: Executor | None = None) -> list[int]:
     """One sum per chunk of the buffer; with a pool several chunks at a time."""
     function = checksum_function(algorithm)

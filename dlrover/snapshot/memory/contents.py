@@ -41,7 +41,7 @@ class FileEntry(Struct, frozen=True):
     path: str = ""
     """Where it goes, relative to the checkpoint; empty when the state is only kept in memory."""
     kind: str = TORCH
-    """How its bytes are put together: `dlrover.snapshot.files.file_kinds` knows them."""
+    """How its bytes are put together: `dlrover.snapshot.storage.file_kinds` knows them."""
 
 
 class Contents(Struct, frozen=True):

@@ -16,7 +16,10 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import weakref
+
+from dlrover.host.processes import all_processes
 
 
 class ByteLocks:
@@ -39,6 +42,29 @@ class ByteLocks:
         """Hold the byte alone; False when anybody else holds it."""
         return self._set(fcntl.F_WRLCK, byte)
 
+    def is_held_by_dead(self, byte: int) -> bool:
+        """
+        Whether its owner has ended, and the kernel is still taking it apart. It frees memory before it closes files, so that for up to
+        seconds the lock of a dead process is there that can do nothing more.
+        """
+        inode = os.fstat(self._fd).st_ino
+        return any(_owns(process.pid, inode, byte) for process in all_processes() if process.is_exiting)
+
+    def own_when_free(self, byte: int) -> threading.Thread:
+        """Returns at once; a thread waits in the kernel for the byte, and ends when it is ours."""
+        # Another descriptor of the same description: ours may be closed meanwhile, and its number used again.
+        descriptor = os.dup(self._fd)
+
+        def wait() -> None:
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, _request(fcntl.F_WRLCK, byte))
+            finally:
+                os.close(descriptor)
+
+        waiting = threading.Thread(target=wait, name="lock of a dead writer", daemon=True)
+        waiting.start()
+        return waiting
+
     def release(self, byte: int) -> None:
         self._set(fcntl.F_UNLCK, byte)
 
@@ -57,15 +83,37 @@ class ByteLocks:
 
     def _set(self, kind: int, byte: int) -> bool:
         assert self._fd >= 0, "these locks were closed (or belong to the process this one was forked from)"
-        # struct flock of 64-bit Linux: type, whence, start, length, pid; the pid must be 0 for these locks.
-        request = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(kind, byte))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
             raise
         return True
+
+
+def _request(kind: int, byte: int) -> bytes:
+    """`struct flock` of 64-bit Linux: type, whence, start, length, pid; the pid must be 0 for these locks."""
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
+
+
+def _owns(pid: int, inode: int, byte: int) -> bool:
+    """Whether one of the files that this process has open is locked for writing at this byte."""
+    folder = f"/proc/{pid}/fdinfo"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return False
+    for name in names:
+        try:
+            with open(f"{folder}/{name}") as file:
+                lines = [line.split() for line in file if line.startswith("lock:")]
+        except OSError:
+            continue  # closed meanwhile
+        # lock: 1: OFDLCK ADVISORY WRITE -1 00:1b:2819 0 0
+        if any(words[4] == "WRITE" and words[6].endswith(f":{inode}") and words[7] == str(byte) for words in lines):
+            return True
+    return False
 
 
 _open_locks: weakref.WeakSet[ByteLocks] = weakref.WeakSet()

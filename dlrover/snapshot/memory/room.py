@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from dlrover.host import cgroup
 from dlrover.protocol.errors import ConfigError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -30,7 +31,7 @@ class Obstacle(Struct, frozen=True):
     remedy: str
 
 
-class Room(Struct, frozen=True):
+class SegmentRoom(Struct, frozen=True):
     """Where a segment can be put."""
 
     directory: str
@@ -45,8 +46,8 @@ def find_room(
     fallback: Path | None = None,
     *,
     reclaimable_bytes: int = 0,
-    cgroup_root: Path = Path("/sys/fs/cgroup"),
-) -> Room:
+    cgroup_root: Path = Path(cgroup.ROOT),
+) -> SegmentRoom:
     """
     The directory for a segment of this size: shared memory if it fits, else the fallback.
 
@@ -55,12 +56,12 @@ def find_room(
     needed = num_bytes + MARGIN_BYTES
     obstacles = [*_file_system(directory, needed, is_memory=True), *_memory(needed, cgroup_root), *_process(num_bytes)]
     if not obstacles:
-        return Room(str(directory), is_shared_memory=True)
+        return SegmentRoom(str(directory), is_shared_memory=True)
     if fallback is not None:
         fallback.mkdir(mode=0o700, parents=True, exist_ok=True)
         blocking = [*_file_system(fallback, needed, is_memory=False), *_process(num_bytes)]
         if not blocking:
-            return Room(str(fallback), is_shared_memory=False, obstacles=tuple(obstacles))
+            return SegmentRoom(str(fallback), is_shared_memory=False, obstacles=tuple(obstacles))
         obstacles += blocking
     reasons = "; ".join(f"{each.what} leaves {_size(each.available_bytes)}: {each.remedy}" for each in obstacles)
     kept = f" ({_size(reclaimable_bytes)} are still held by the previous segment)" if reclaimable_bytes else ""
@@ -84,66 +85,14 @@ def _file_system(directory: Path, needed: int, *, is_memory: bool) -> list[Obsta
 
 
 def _memory(needed: int, cgroup_root: Path) -> list[Obstacle]:
-    """The cgroup's limit, of both versions; pages of tmpfs count against it. File pages that can be dropped are free."""
+    """Limits of the cgroups; pages of tmpfs count against them."""
     obstacles = []
-    for limit_file, usage_file, stat_file in _cgroup_files(cgroup_root):
-        limit, usage = _number(limit_file), _number(usage_file)
-        if limit is None or usage is None or limit >= 1 << 60:  # version 1 says "no limit" by a huge number
-            continue
-        left = max(0, limit - usage + _droppable(stat_file))
+    for use in cgroup.memory_limits(cgroup.groups("memory", root=str(cgroup_root))):
+        left = max(0, use.limit_bytes - use.used_bytes)
         if left < needed:
-            obstacles.append(
-                Obstacle(f"the memory limit of the cgroup ({limit_file})", left, "raise the container's memory limit")
-            )
+            what = f"the memory limit of the cgroup ({use.limit_file})"
+            obstacles.append(Obstacle(what, left, "raise the container's memory limit"))
     return obstacles
-
-
-def _cgroup_files(root: Path) -> list[tuple[Path, Path, Path]]:
-    """Of this process's own group; inside a container the mount usually shows the group itself at its root."""
-    own = _own_groups()
-    found = []
-    for base, name, files in (
-        (root, own.get(""), ("memory.max", "memory.current", "memory.stat")),
-        (root / "unified", own.get(""), ("memory.max", "memory.current", "memory.stat")),
-        (root / "memory", own.get("memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")),
-    ):
-        for group in (base / (name or "/").lstrip("/"), base):
-            if (group / files[0]).is_file():
-                found.append((group / files[0], group / files[1], group / files[2]))
-                break
-    return found
-
-
-def _own_groups() -> dict[str, str]:
-    """Controller to path; the unified hierarchy has the empty name."""
-    groups = {}
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return {}
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            groups[controller] = path
-    return groups
-
-
-def _number(path: Path) -> int | None:
-    """None: no limit, or nothing to read."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _droppable(stat_file: Path) -> int:
-    try:
-        lines = stat_file.read_text().splitlines()
-    except OSError:
-        return 0
-    fields = dict(line.split(" ", 1) for line in lines if " " in line)
-    name = "total_inactive_file" if "total_inactive_file" in fields else "inactive_file"
-    return int(fields.get(name, 0))
 
 
 def _process(num_bytes: int) -> list[Obstacle]:

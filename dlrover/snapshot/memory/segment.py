@@ -74,6 +74,8 @@ _UNBORN = ".unborn"
 """Suffix of a file that has not got its room and its name yet."""
 _WRITER_BYTE = 0
 """Locked as long as a writer lives. Slot i is locked at byte 1 + i."""
+_LAST_MOMENT = 0.2
+"""Seconds between the files of a process and its locks, on a busy machine."""
 
 
 class SlotName(Struct, frozen=True, order=True):
@@ -301,12 +303,17 @@ class SegmentWriter:
         except (SegmentInvalid, FileNotFoundError):
             return  # of another boot or another version: whoever cleans the directory removes it
         if not file.locks.try_own(_WRITER_BYTE):
-            file.close()
-            self.close()
-            raise Unavailable(
-                f"The snapshot segment {path} is still held by another trainer of rank {self.owner.global_rank}. "
-                "It must end before a new one can save."
-            )
+            waiting = file.locks.own_when_free(_WRITER_BYTE)
+            if not file.locks.is_held_by_dead(_WRITER_BYTE):
+                # The last moment of a process shows no files any more, and the lock may still be there.
+                waiting.join(_LAST_MOMENT)
+                if waiting.is_alive():
+                    file.close()
+                    self.close()
+                    raise Unavailable(
+                        f"The snapshot segment {path} is still held by another trainer of rank {self.owner.global_rank}. "
+                        "It must end before a new one can save."
+                    )
         self._files.append(file)
 
     def _expendable_slots(self) -> list[int]:

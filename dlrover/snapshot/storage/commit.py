@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.checkpoint import digest_of_shards
 from dlrover.snapshot.storage.manifest import (
@@ -48,8 +49,6 @@ from dlrover.snapshot.storage.storage import PREPARED, UNKNOWN_SIZE, LocalStorag
 
 TRACKER = "dlrover_latest.txt"
 """Names the newest committed step, in decimal. Written before the frameworks' own trackers."""
-ANOTHER_JOB = "another-job"
-"""Code of the refusal to replace what another job has just committed."""
 DEAD_AFTER = 900.0
 """Seconds without a change after which an attempt that is not ours is dead: a commit waits for its ranks for 600."""
 _LONGEST_STEP = 18
@@ -101,7 +100,7 @@ def stage(storage: Storage, attempt: Attempt) -> str:
         raise Rejected(
             f"Step {attempt.step} is committed already in {path}, and this storage cannot replace it at once. "
             "Save another step, or remove the old one first.",
-            code="already-committed",
+            code=ErrorCode.ALREADY_COMMITTED,
         )
     storage.make_directory(join(path, DIRECTORY))
     return path
@@ -309,7 +308,7 @@ def _refuse_another_job(storage: Storage, attempt: Attempt, staged: list[RankMan
     raise Rejected(
         f"another job writes to the same directory: it committed step {attempt.step} while ours was being written, and "
         "ours was given up. Give each job a directory of its own",
-        code=ANOTHER_JOB,
+        code=ErrorCode.ANOTHER_JOB,
     )
 
 

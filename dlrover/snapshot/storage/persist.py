@@ -23,10 +23,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.messages.data import Claim
 from dlrover.snapshot.files.direct_io import WriteOptions, WriteStopped
-from dlrover.snapshot.files.file_kinds import write_kind
 from dlrover.snapshot.memory.checksum import best_algorithm, chunk_checksums
 from dlrover.snapshot.memory.contents import Contents, decode_contents
 from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName
@@ -44,6 +44,7 @@ from dlrover.snapshot.storage.commit import (
     stage,
     staged_manifests,
 )
+from dlrover.snapshot.storage.file_kinds import write_kind
 from dlrover.snapshot.storage.manifest import FileRecord, GlobalManifest, RankManifest, TensorRecord, Topology
 from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest, MoreRules, apply_retention
 from dlrover.snapshot.storage.storage import LocalStorage, Renaming, Storage, join, parent_of
@@ -363,7 +364,7 @@ def _check_free(storage: Storage, attempt: Attempt) -> None:
     if any(entry.name == attempt.target for entry in storage.list(attempt.directory)):
         raise Rejected(
             f"{attempt.target_path} exists and is not a checkpoint. A snapshot from another node does not replace it.",
-            code="not-a-checkpoint",
+            code=ErrorCode.NOT_A_CHECKPOINT,
         )
 
 

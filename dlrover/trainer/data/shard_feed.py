@@ -41,10 +41,9 @@ from dlrover.protocol.messages.data import (
     Supply,
 )
 from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
-from dlrover.trainer import environment
+from dlrover.trainer import environment, phases
 from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 from dlrover.trainer.data import data_steps
-from dlrover.trainer.worker import phases
 
 log = logging.getLogger("dlrover.trainer.data")
 

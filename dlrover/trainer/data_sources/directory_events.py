@@ -1,45 +1,35 @@
 """
-Waiting until something changes in a directory: inotify, called through libc because Python has no module for it and the calls are three.
+Waiting until something changes in a directory.
 
-The kernel tells of changes made on this machine. On a network file system it cannot know what another machine writes, so a wait
-also ends by itself now and then; whoever waits looks at the directory in any case.
+The kernel reports changes made on this machine. On a network file system it cannot know what another machine writes, so a wait
+also ends by itself now and then; the caller looks at the directory in any case.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
-import struct
 import time
 
+from dlrover.host import inotify
 from dlrover.trainer.data_sources.source import SourceError
 
 LOOK_ANYWAY = 10.0
 """Seconds after which a wait ends, for writers on other machines."""
-_NEW = 0x00000100 | 0x00000080 | 0x00000008 | 0x00000002
-"""IN_CREATE, IN_MOVED_TO, IN_CLOSE_WRITE, IN_MODIFY"""
-_GONE = 0x00000200 | 0x00000040 | 0x00000400
-"""IN_DELETE, IN_MOVED_FROM, IN_DELETE_SELF"""
-_OVERFLOW = 0x00004000
-_EVENT = struct.Struct("iIII")
+_NEW = inotify.CREATED | inotify.MOVED_IN | inotify.CLOSED_AFTER_WRITE | inotify.MODIFIED
+_GONE = inotify.DELETED | inotify.MOVED_AWAY | inotify.SELF_DELETED
 
 
 class DirectoryEvents:
     def __init__(self, folder: str) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._fd < 0:
-            raise SourceError(
-                f"{folder} cannot be watched: {os.strerror(ctypes.get_errno())} (see fs.inotify.max_user_instances)."
-            )
-        if libc.inotify_add_watch(self._fd, os.fsencode(folder), _NEW | _GONE) < 0:
-            os.close(self._fd)
-            raise SourceError(f"{folder} cannot be watched: {os.strerror(ctypes.get_errno())}.")
+        try:
+            self._fd = inotify.watch(folder, _NEW | _GONE)
+        except OSError as error:
+            raise SourceError(f"{folder} cannot be watched: {error.strerror}.") from error
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def wait(self, timeout: float) -> set[str] | None:
-        """Names of files that changed; none after the time. None: look at everything, somebody may have changed."""
+        """Names of files that changed; none after the time. None: look at everything, any file may have changed."""
         ends_at = time.monotonic() + timeout
         while True:
             left = min(max(0.0, ends_at - time.monotonic()), LOOK_ANYWAY)
@@ -48,7 +38,7 @@ class DirectoryEvents:
                 os.read(self._wake_in, 4096)
                 return set()
             if self._fd in ready:
-                return self._names(os.read(self._fd, 1 << 16))
+                return inotify.read_names(self._fd)
             return None if time.monotonic() < ends_at else set()
 
     def wake(self) -> None:
@@ -58,18 +48,3 @@ class DirectoryEvents:
     def close(self) -> None:
         for fd in (self._fd, self._wake_in, self._wake_out):
             os.close(fd)
-
-    @staticmethod
-    def _names(data: bytes) -> set[str] | None:
-        names: set[str] = set()
-        at = 0
-        while at < len(data):
-            _watch, mask, _cookie, length = _EVENT.unpack_from(data, at)
-            at += _EVENT.size
-            name = data[at : at + length].rstrip(b"\0")
-            at += length
-            if mask & _OVERFLOW:
-                return None
-            if name:
-                names.add(os.fsdecode(name))
-        return names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dlrover.trainer.events.process import DurationSpan, safe
 
 if TYPE_CHECKING:
-    from dlrover.trainer.worker.phases import PhaseWriter
+    from dlrover.trainer.phases import PhaseWriter
 
 _PHASES = {"#evaluate": "EVALUATION", "#predict": "EVALUATION", "#save": "CHECKPOINT", "#init#load_ckpt": "RESTORE"}
 _STEP = "#step"
@@ -41,7 +41,7 @@ class PhaseSpan(DurationSpan):
     def _enter(self) -> None:
         phase, writer = _PHASES.get(self._name), _writer()
         if phase is not None and writer is not None:
-            from dlrover.trainer.worker import phases
+            from dlrover.trainer import phases
 
             self._entered = getattr(phases, phase)
             self._before = writer.enter(self._entered)
@@ -55,6 +55,6 @@ class PhaseSpan(DurationSpan):
 
 
 def _writer() -> PhaseWriter | None:
-    from dlrover.trainer.worker import phases  # late: importing events must cost next to nothing
+    from dlrover.trainer import phases  # late: importing events must cost next to nothing
 
     return phases.current()

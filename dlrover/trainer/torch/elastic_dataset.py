@@ -25,9 +25,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset, get_worker_info
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected
-from dlrover.trainer.data.ordered_records import OrderedRecords, RecordClient, RecordService
 from dlrover.trainer.sharding_client import ShardingClient
+from dlrover.trainer.torch.data.ordered_records import OrderedRecords, RecordClient, RecordService
 
 
 class ElasticDataset(Dataset[Any], ABC):  # type: ignore[misc]  # torch is not followed
@@ -111,7 +112,7 @@ class ElasticDataset(Dataset[Any], ABC):  # type: ignore[misc]  # torch is not f
                 dist.broadcast_object_list(told, src=0)
                 trouble = told[0]
             if trouble:
-                raise Rejected(trouble, code="malformed")
+                raise Rejected(trouble, code=ErrorCode.MALFORMED)
             self._service.end_pass()
         self._client.set_max_shard_count()
 

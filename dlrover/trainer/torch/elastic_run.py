@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 
 from dlrover.cli.launch.config import ElasticLaunchConfig, LogConfig
+from dlrover.cli.launch.namespace import main, parse_args, run
 from dlrover.cli.launch.programmatic import ElasticLaunch, launch_agent
-from dlrover.cli.options.namespace import main, parse_args, run
 
 elastic_launch = ElasticLaunch  # the older name
 

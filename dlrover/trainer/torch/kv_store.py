@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch.distributed
 from torch.distributed import DistStoreError, Store
 
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
 from dlrover.protocol.messages.kv import (
@@ -181,7 +182,7 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
             try:
                 return self._take(KvPop(key=name, round=self._round), end_at)
             except Rejected as error:
-                if error.code != "kv-empty":
+                if error.code != ErrorCode.KV_EMPTY:
                     _raise(error)
                 if not block:
                     raise QueueEmptyError(f"queue is empty: {key}") from error
@@ -226,7 +227,7 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
         try:
             return list(_values(self._wait_for(lambda wait: KvGet(keys=names, wait=wait, round=self._round), left)))
         except Rejected as error:
-            if error.code not in ("kv-too-large", "too-large") or len(names) == 1:
+            if error.code not in (ErrorCode.KV_TOO_LARGE, ErrorCode.TOO_LARGE) or len(names) == 1:
                 _raise(error)
         half = len(names) // 2  # more than one message holds, of keys or of values
         return self._get(names[:half], end_at) + self._get(names[half:], end_at)
@@ -238,7 +239,7 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
                 return _values(self._link.ask(command, timeout=self._patience))[0]
             except Rejected as error:
                 left = end_at - time.monotonic()
-                if error.code != "kv-busy" or left <= 0:
+                if error.code != ErrorCode.KV_BUSY or left <= 0:
                     raise
             pause_before_retry(left)
 
@@ -262,7 +263,7 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
             try:
                 return self._link.ask(question(wait), timeout=wait + _MARGIN)
             except (Rejected, Unavailable) as error:
-                if isinstance(error, Rejected) and error.code != "kv-timeout":
+                if isinstance(error, Rejected) and error.code != ErrorCode.KV_TIMEOUT:
                     raise
                 left = end_at - time.monotonic()
                 if left <= 0:
@@ -304,6 +305,10 @@ def _values(reply: Reply) -> tuple[bytes, ...]:
 
 def _raise(error: Rejected | Unavailable) -> NoReturn:
     """In the words of torch's stores."""
-    if isinstance(error, Rejected) and error.code in ("kv-not-a-number", "kv-too-large", "too-large"):
+    if isinstance(error, Rejected) and error.code in (
+        ErrorCode.KV_NOT_A_NUMBER,
+        ErrorCode.KV_TOO_LARGE,
+        ErrorCode.TOO_LARGE,
+    ):
         raise ValueError(str(error)) from error
     raise DistStoreError(str(error)) from error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 def main(args: Sequence[str] | None = None) -> None:
     """For programs: a job that fails raises, where the command exits with a code."""
-    from dlrover.cli.options.namespace import main as run
+    from dlrover.cli.launch.namespace import main as run
 
     run(args)
 

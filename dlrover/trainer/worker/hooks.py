@@ -13,10 +13,10 @@ import fcntl
 import os
 from types import ModuleType
 
+from dlrover.host.shared_page import death_notice
 from dlrover.protocol import progress_page as layout
-from dlrover.trainer import environment
-from dlrover.trainer.worker import phases
-from dlrover.trainer.worker.late_imports import when_imported
+from dlrover.trainer import environment, phases
+from dlrover.trainer.late_imports import when_imported
 
 _HIGH_DESCRIPTOR = 900
 """A script that closes low numbers and opens files of its own does not get this one by chance."""
@@ -28,6 +28,7 @@ def install(where: environment.WorkerEnvironment | None) -> None:
     writer = phases.open_page(where.progress_page)
     if writer is None:
         return
+    death_notice.hold(where.progress_page, layout.DEATH_NOTICE_AT)
     if where.dump_file and where.dump_signal:
         _register_dump(writer, where.dump_file, where.dump_signal)
     atexit.register(_end)

@@ -15,6 +15,7 @@ NAMES = (
     "dlrover.trainer.data",
     "dlrover.trainer.events",
     "dlrover.trainer.flash_checkpoint",
+    "dlrover.trainer.resilience",
     "dlrover.compat.client.shared_objects",
     "dlrover.trainer.sync",
 )

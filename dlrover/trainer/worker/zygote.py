@@ -43,7 +43,7 @@ from dlrover.trainer.worker import entry as worker_entry
 from dlrover.trainer.worker import sigterm
 
 _PID = struct.Struct("!q")
-_READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "TORCH_")
+_READ_AT_IMPORT = ("GOMP_", "KERAS_", "KMP_", "LD_", "MALLOC_", "PYTHON", "PYTORCH_", "TF_", "TORCH_")
 """Variables that libraries or the interpreter read once, when they are loaded: too late to change in a fork."""
 _IDLE = 1.0
 """Seconds without a request before workers are forked ahead: the last ones are busy starting until then."""
@@ -51,7 +51,9 @@ _FLASH_CHECKPOINT = "dlrover.trainer.torch.flash_checkpoint.ddp"
 _NO_COMPILER = "-torch._dynamo"
 _NO_FLASH_CHECKPOINT = "-dlrover.trainer.torch.flash_checkpoint"
 """Names of --preload with a minus: what is imported by default, and shall not be."""
-_READ_LATER = ("TORCH_NCCL_", "TORCHELASTIC_")
+_READ_LATER = ("TF_CONFIG", "TORCH_NCCL_", "TORCHELASTIC_")
+_TENSORFLOW = "tensorflow"
+_TENSORFLOW_ROLE = "dlrover.trainer.tensorflow.process"
 _MAX_CGROUP_ATTEMPTS = 3
 _MAX_AT_ONCE = 8
 """Requests that are taken together. Each brings descriptors along, and the user's limit may be small."""
@@ -81,6 +83,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--agent-pid", type=int, required=True)
     parser.add_argument("--warm", dest="is_warm", action="store_true")
     parser.add_argument("--preload", default="", help="modules to import beside torch, separated by commas")
+    parser.add_argument("--framework", choices=("torch", _TENSORFLOW), default="torch")
     parser.add_argument("--search-path", default="", help="where preloaded modules are looked for first")
     parser.add_argument(
         "--left-out", default="", help="modules of --preload that a zygote before this one could not import"
@@ -233,6 +236,39 @@ class _Zygote:
                 self._arguments.cgroups = ""
 
     def _import_all(self) -> None:
+        if self._arguments.framework == _TENSORFLOW:
+            self._import_tensorflow()
+        else:
+            self._import_torch()
+        search_path = self._arguments.search_path
+        if search_path:
+            sys.path.insert(0, search_path)
+        for name in _split(self._arguments.preload):
+            if name.startswith("-"):
+                continue
+            try:
+                importlib.import_module(name)
+            except (Exception, SystemExit) as error:
+                raise _CannotPreloadError(name, f"failed ({type(error).__name__}: {error})") from error
+            if obstacle := _obstacle_to_forks():
+                raise _CannotPreloadError(name, obstacle)
+        if search_path:
+            sys.path.remove(search_path)
+
+    def _import_tensorflow(self) -> None:
+        """Everything that a process of a cluster imports; no device, session or eager operation is touched."""
+        self._has_flash_checkpoint = True  # there is none to import later
+        try:
+            importlib.import_module(_TENSORFLOW)
+            importlib.import_module(_TENSORFLOW_ROLE)
+        except Exception as error:
+            raise _CannotWarmError(
+                f"tensorflow cannot be imported by {sys.executable} ({type(error).__name__}: {error})"
+            ) from error
+        if obstacle := _obstacle_to_forks():
+            raise _CannotWarmError(f"tensorflow {obstacle}")
+
+    def _import_torch(self) -> None:
         try:
             import torch
         except Exception as error:
@@ -252,20 +288,6 @@ class _Zygote:
             importlib.import_module(f"dlrover.trainer.torch.hooks.{name}")
         if obstacle := _obstacle_to_forks():
             raise _CannotWarmError(f"torch {obstacle}")
-        search_path = self._arguments.search_path
-        if search_path:
-            sys.path.insert(0, search_path)
-        for name in _split(self._arguments.preload):
-            if name in unwanted:
-                continue
-            try:
-                importlib.import_module(name)
-            except (Exception, SystemExit) as error:
-                raise _CannotPreloadError(name, f"failed ({type(error).__name__}: {error})") from error
-            if obstacle := _obstacle_to_forks():
-                raise _CannotPreloadError(name, obstacle)
-        if search_path:
-            sys.path.remove(search_path)
 
     def _import_flash_checkpoint(self) -> None:
         """What a worker that restores would import first. Not before the first workers run, whose start would wait for it."""
@@ -290,6 +312,7 @@ class _Zygote:
             kept = [name for name in _split(given.preload) if name != obstacle.module]
             left_out = [*_split(given.left_out), obstacle.module]
             arguments += ["--warm", f"--preload={','.join(kept)}", "--search-path", given.search_path]
+            arguments += ["--framework", given.framework]
             arguments += ["--left-out", ",".join(left_out)]
         note = f"{given.note}; {obstacle}" if given.note else str(obstacle)
         arguments += ["--note", note, "--cgroups", given.cgroups, "--room", given.room]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,7 @@ def test_version(short_dir: Path) -> None:
         (["status"], "Running here: none"),
         (["stop", "ghost"], "No job ghost of yours"),
         (["status", "--token-file", "/nowhere/token"], "/nowhere/token"),
-        (["master", "--job-name", "j", "--platform", "k8s"], "--platform k8s is not yet available"),
+        (["master", "--job-name", "j", "--platform", "k8s"], "Use: --platform pyk8s"),
         (["master", "--job_name", "j", "--hang_downtime", "0"], "--hang-downtime 0: give a number of minutes"),
         (["master", "--job_name", "j", "--hang-detection", "3"], "give 0 (log only), 1 (tell people) or 2"),
         (["master", "--job_name", "j", "--pre_check_ops", "[1]"], "--pre-check-ops [1]: 1 is no tuple"),
@@ -262,3 +264,12 @@ def test_check_env_says_what_psutil_is_for() -> None:
     [finding] = [finding for finding in check_env.look() if finding.name == "psutil"]
     assert finding.is_essential == is_imported
     assert ("no job imports it" in finding.needed_for) != is_imported
+
+
+def test_check_env_names_what_the_extra_for_kubernetes_installs() -> None:
+    pyproject = tomllib.loads((Path(check_env.__file__).parents[3] / "pyproject.toml").read_text())
+    extra = {re.split("[<>=]", entry)[0].lower() for entry in pyproject["project"]["optional-dependencies"]["k8s"]}
+    findings = [finding for finding in check_env.look() if "extra: k8s" in finding.needed_for]
+    assert {finding.name.lower() for finding in findings} == extra
+    assert [finding.name for finding in findings if not finding.is_there] == [], "the tests have them"
+    assert not any(finding.is_essential for finding in findings)

@@ -50,9 +50,9 @@ def listener() -> Iterator[int]:
 
 
 def find(settings: Settings) -> MasterPlace:
-    place, seat = find_master(settings)
-    if seat is not None:
-        seat.close()
+    place, master_port = find_master(settings)
+    if master_port is not None:
+        master_port.close()
     return place
 
 
@@ -105,11 +105,11 @@ def test_the_port_of_torchruns_static_rendezvous_belongs_to_the_script(
 
 
 def test_a_node_alone_leaves_the_ports_beside_its_own_to_other_jobs(reserved_port: int) -> None:
-    place, seat = find_master(settings_of("--master-port", str(reserved_port)))
-    assert seat is not None
+    place, master_port = find_master(settings_of("--master-port", str(reserved_port)))
+    assert master_port is not None
     assert place.is_port_free_choice
     assert place.address.port not in (reserved_port, reserved_port + 1)
-    seat.close()
+    master_port.close()
     named = find(settings_of("--master-port", "4711", DLROVER_MASTER_PORT=str(reserved_port)))
     assert named.address == Address("127.0.0.1", reserved_port)
 
@@ -134,30 +134,30 @@ def test_an_address_elsewhere_is_not_ours_to_host() -> None:
 
 def test_the_first_launcher_on_the_host_hosts_and_the_second_connects(reserved_port: int) -> None:
     settings = settings_of("--rdzv-endpoint", f"localhost:{reserved_port}", "--nnodes=1:2")
-    first, seat = find_master(settings)
-    assert seat is not None
-    second, no_seat = find_master(settings)
+    first, master_port = find_master(settings)
+    assert master_port is not None
+    second, no_port = find_master(settings)
     assert first.is_ours
     assert not second.is_ours
-    assert no_seat is None
-    seat.close()
+    assert no_port is None
+    master_port.close()
     assert find(settings).is_ours
 
 
 def test_a_seat_lets_its_master_listen_and_nobody_else_be_given_the_port() -> None:
-    seat = MasterPort("127.0.0.1", 0)
-    with socket.create_server(("127.0.0.1", seat.port)) as master:  # allows reuse, as gRPC does
-        assert master.getsockname()[1] == seat.port
+    master_port = MasterPort("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", master_port.port)) as master:  # allows reuse, as gRPC does
+        assert master.getsockname()[1] == master_port.port
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-        stranger.bind(("127.0.0.1", seat.port))
-    seat.close()
+        stranger.bind(("127.0.0.1", master_port.port))
+    master_port.close()
 
 
 def test_a_named_seat_is_claimed_even_while_nobody_listens(reserved_port: int) -> None:
-    seat = MasterPort("127.0.0.1", reserved_port)
+    master_port = MasterPort("127.0.0.1", reserved_port)
     with pytest.raises(SeatTaken):
         MasterPort("127.0.0.1", reserved_port)
-    seat.close()
+    master_port.close()
     MasterPort("127.0.0.1", reserved_port).close()
 
 

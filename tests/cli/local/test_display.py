@@ -63,14 +63,14 @@ async def read_rest(reader: int, writer: int, display: Display) -> list[str]:
 
 async def test_what_stops_the_master_is_told_and_so_is_its_end() -> None:
     reader, writer = os.pipe()
-    desk = StandInDesk(STATUS, replace(STATUS, blocked="Its disk is full."), STATUS)
+    master_loop = StandInDesk(STATUS, replace(STATUS, blocked="Its disk is full."), STATUS)
     server = MasterServer(token="token", tls=None)
     port = server.bind("127.0.0.1", 0)
-    await server.start(desk, num_expected=0)
+    await server.start(master_loop, num_expected=0)
     display = Display(f"127.0.0.1:{port}", "token", tls=None, is_terminal=False, stdout=writer, stderr=writer)
     with display:
         showing = asyncio.ensure_future(display.run())
-        await asyncio.wait_for(desk.is_done.wait(), 60)
+        await asyncio.wait_for(master_loop.is_done.wait(), 60)
         await server.stop()  # gives its last answer
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import socket
@@ -16,11 +17,11 @@ from dlrover.protocol.codec import QUESTION, VERDICT
 from dlrover.protocol.messages.frames import Answer
 from dlrover.protocol.messages.job import Ping, Pong, StopJob
 from dlrover.protocol.rpc.client import ask
-from dlrover.protocol.rpc.door import MAX_OF_ADDRESS, place_of
+from dlrover.protocol.rpc.door import MAX_ANSWERS, MAX_OF_ADDRESS, place_of
 from dlrover.protocol.rpc.server import MasterServer
 from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, MAX_STREAMS, SERVICE, call_metadata, open_channel
 from tests.floods import STRANGER
-from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
+from tests.protocol.conftest import TOKEN, Agent, PlainLoop, Serve
 
 DEADLINE = 60.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -106,13 +107,13 @@ async def test_a_connection_has_sixteen_streams(serve: Serve) -> None:
 
 
 async def test_who_shows_no_token_is_sent_away_and_who_has_stays(
-    serve: Serve, desk: PlainDesk, connect: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+    serve: Serve, master_loop: PlainLoop, connect: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Silent ones, half handshakes and whole ones; also where one socket listens for IPv4 and IPv6."""
     _, address = await serve()
     wide = MasterServer(token=TOKEN)
     both = f"127.0.0.1:{wide.bind('::' if socket.has_ipv6 else '0.0.0.0', 0)}"
-    await wide.start(desk)
+    await wide.start(master_loop)
     try:
         agents = [connect(each) for each in (address, both)]
         for agent in agents:
@@ -151,11 +152,110 @@ async def test_an_address_has_few_connections_and_a_refused_one_none(
             await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
 
 
-async def test_a_restarted_master_has_room_for_the_agents_that_it_expects(desk: PlainDesk) -> None:
+async def test_a_connection_without_the_token_is_answered_four_times_and_then_held_until_it_is_closed(
+    serve: Serve,
+) -> None:
+    """A stranger whose calls are answered opens the next ones at once, thousands in a second."""
+    _, address = await serve()
+    async with open_channel(address, None) as channel, asyncio.timeout(DEADLINE):
+        method = channel.stream_unary(f"/{SERVICE}/{ASK_METHOD}")
+        calls = [method(metadata=call_metadata("wrong")) for _ in range(MAX_STREAMS)]
+        codes = [await call.code() for call in calls]
+    assert codes.count(grpc.StatusCode.UNAUTHENTICATED) == MAX_ANSWERS
+    assert codes.count(grpc.StatusCode.UNAVAILABLE) == MAX_STREAMS - MAX_ANSWERS, "their connection was closed"
+
+
+async def test_a_wrong_token_on_the_connection_of_a_right_one_is_always_answered(serve: Serve) -> None:
+    _, address = await serve()
+    async with open_channel(address, None) as channel, asyncio.timeout(DEADLINE):
+        agent = channel.stream_stream(f"/{SERVICE}/{AGENT_METHOD}")(metadata=call_metadata(TOKEN))
+        await agent.initial_metadata()
+        method = channel.stream_unary(f"/{SERVICE}/{ASK_METHOD}")
+        for _ in range(2 * MAX_ANSWERS):
+            assert await method(metadata=call_metadata("wrong")).code() is grpc.StatusCode.UNAUTHENTICATED
+        agent.cancel()
+
+
+async def test_a_master_that_stops_does_not_wait_for_the_calls_that_it_holds(master_loop: PlainLoop) -> None:
+    server = MasterServer(token=TOKEN)
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start(master_loop)
+    async with open_channel(address, None) as channel, asyncio.timeout(DEADLINE):
+        method = channel.stream_unary(f"/{SERVICE}/{ASK_METHOD}")
+        calls = [method(metadata=call_metadata("wrong")) for _ in range(MAX_ANSWERS + 1)]
+        answers = [asyncio.ensure_future(call.code()) for call in calls]
+        while sum(each.done() for each in answers) < MAX_ANSWERS:
+            await asyncio.wait([each for each in answers if not each.done()], return_when=asyncio.FIRST_COMPLETED)
+        await server.stop()
+        assert {await each for each in answers} == {grpc.StatusCode.UNAUTHENTICATED}
+
+
+async def test_a_crowd_of_one_address_that_speaks_at_once_is_read_before_it_is_judged(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All stand outside when the door looks for the first time: the master's event loop is held up until the last one has spoken."""
+    _, address = await serve()
+    host, port = address.rsplit(":", 1)
+    call = _question_frames(address)
+    crowd = [socket.create_connection((host, int(port))) for _ in range(3 * MAX_OF_ADDRESS)]
+    try:
+        for each in crowd:
+            each.sendall(call)
+            each.setblocking(False)
+        answered = [asyncio.ensure_future(_has_ended_a_stream(each)) for each in crowd]
+        async with asyncio.timeout(DEADLINE):
+            assert all(await asyncio.gather(*answered))
+        assert "too-many" not in caplog.text
+    finally:
+        for each in crowd:
+            each.close()
+
+
+def _question_frames(address: str) -> bytes:
+    """All that a caller of `Ask` sends, without waiting for anything."""
+    headers = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", f"/{SERVICE}/{ASK_METHOD}"),
+        (":authority", address),
+        ("te", "trailers"),
+        ("content-type", "application/grpc"),
+    ]
+    for name, value in call_metadata(TOKEN):
+        headers.append((name, base64.b64encode(value).decode() if isinstance(value, bytes) else value))
+    block = b"".join(
+        b"\x00" + b"".join(bytes((len(word),)) + word.encode() for word in header) for header in headers
+    )  # none of them indexed, all shorter than 127 bytes
+    question = QUESTION.encode(Ping())
+    message = b"\0" + len(question).to_bytes(4, "big") + question
+    return PREFACE + NO_SETTINGS + _frame(1, 4, block) + _frame(0, 1, message)
+
+
+def _frame(kind: int, flags: int, payload: bytes) -> bytes:
+    """Of the first stream."""
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags, 0, 0, 0, 1)) + payload
+
+
+async def _has_ended_a_stream(sock: socket.socket) -> bool:
+    """Whether the server answered the call; else it closed the connection."""
+    reader, writer = await asyncio.open_connection(sock=sock)
+    try:
+        while True:
+            head = await reader.readexactly(9)
+            await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] == 1 and head[4] & 1:  # trailers
+                return True
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return False
+    finally:
+        writer.close()
+
+
+async def test_a_restarted_master_has_room_for_the_agents_that_it_expects(master_loop: PlainLoop) -> None:
     """All come at once from one address and are slow to speak; as many connections of strangers would be too many."""
     server = MasterServer(token=TOKEN)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
-    await server.start(desk, num_expected=20)
+    await server.start(master_loop, num_expected=20)
     try:
         async with strangers(address, MAX_OF_ADDRESS + 20) as slow, strangers(address, 30) as more:
             closing = [asyncio.ensure_future(each.closed()) for each in (*slow, *more)]
@@ -173,11 +273,12 @@ async def test_a_restarted_master_has_room_for_the_agents_that_it_expects(desk: 
 async def test_refusals_are_told_ever_more_rarely(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     _, address = await serve()
     caplog.set_level(logging.INFO)
-    async with open_channel(address, None) as channel:
-        method = channel.unary_unary(f"/{SERVICE}/{ASK_METHOD}")
-        for _ in range(40):
-            with pytest.raises(grpc.aio.AioRpcError):
-                await method(QUESTION.encode(Ping()), metadata=call_metadata("wrong"), wait_for_ready=True)
+    for _ in range(10):
+        async with open_channel(address, None) as channel:
+            method = channel.unary_unary(f"/{SERVICE}/{ASK_METHOD}")
+            for _ in range(MAX_ANSWERS):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await method(QUESTION.encode(Ping()), metadata=call_metadata("wrong"), wait_for_ready=True)
     assert caplog.text.count("strangers refused") <= 6
     assert caplog.text.count("connections of strangers closed") <= 6
 

@@ -1,4 +1,4 @@
-"""Whatever a bad client does gets a clear status; the master lives on and the desk sees nothing of it."""
+"""Whatever a bad client does gets a clear status; the master lives on and the master's loop sees nothing of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Attach, JobTerms, P
 from dlrover.protocol.rpc.client import ask
 from dlrover.protocol.rpc.server import MasterServer, PortTaken
 from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, SERVICE, call_metadata, open_channel
-from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
+from tests.protocol.conftest import TOKEN, Agent, PlainLoop, Serve
 
 
 async def still_serves(address: str) -> bool:
@@ -53,7 +53,7 @@ async def test_random_bytes_on_the_port_harm_nobody(serve: Serve) -> None:
     assert await still_serves(address)
 
 
-async def test_random_bytes_as_frames_get_a_status(serve: Serve, desk: PlainDesk) -> None:
+async def test_random_bytes_as_frames_get_a_status(serve: Serve, master_loop: PlainLoop) -> None:
     _, address = await serve()
     chance = random.Random(2)
     async with open_channel(address, None) as channel:
@@ -62,7 +62,7 @@ async def test_random_bytes_as_frames_get_a_status(serve: Serve, desk: PlainDesk
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert "malformed" in details
     assert await still_serves(address)
-    assert desk.requests == []
+    assert master_loop.requests == []
 
 
 async def test_a_message_of_a_gigabyte_is_refused(serve: Serve) -> None:
@@ -88,7 +88,7 @@ async def test_a_frame_beyond_the_limit_is_refused(serve: Serve) -> None:
     assert await still_serves(address)
 
 
-async def test_an_unknown_request_is_refused_alone_and_the_stream_goes_on(serve: Serve, desk: PlainDesk) -> None:
+async def test_an_unknown_request_is_refused_alone_and_the_stream_goes_on(serve: Serve, master_loop: PlainLoop) -> None:
     _, address = await serve()
     frame = msgspec.msgpack.encode(
         [
@@ -172,7 +172,7 @@ async def test_another_grpc_service_is_not_taken_for_a_master() -> None:
         await other.stop(0)
 
 
-async def test_a_client_that_never_reads_is_not_read_from_any_more(serve: Serve, desk: PlainDesk) -> None:
+async def test_a_client_that_never_reads_is_not_read_from_any_more(serve: Serve, master_loop: PlainLoop) -> None:
     _, address = await serve()
     attach = Attach(launch="l", host="h" * 1000, terms=JobTerms(), local_world_size=1)
     frame = encode_frame([Request(id=number, body=attach) for number in range(1000)])
@@ -187,7 +187,7 @@ async def test_a_client_that_never_reads_is_not_read_from_any_more(serve: Serve,
             await asyncio.wait_for(send_on_and_on(), 1)
         assert await still_serves(address)
         stream.cancel()
-    await desk.until("closed")
+    await master_loop.until("closed")
 
 
 async def test_a_port_in_use_is_named(serve: Serve) -> None:

@@ -42,7 +42,7 @@ from dlrover.protocol.messages.watch import SampleTaken
 from dlrover.protocol.rpc import transport
 from dlrover.protocol.rpc.client import FIRST_PAUSE, LONGEST_PAUSE, AgentChannel, Backoff, ask
 from dlrover.protocol.rpc.transport import ASK_METHOD, SERVICE, call_metadata, open_channel
-from tests.protocol.conftest import TOKEN, Agent, PlainDesk, Serve
+from tests.protocol.conftest import TOKEN, Agent, PlainLoop, Serve
 
 Connect = Callable[..., Agent]
 
@@ -60,7 +60,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_an_agent_attaches_calls_beats_and_is_told_levels(
-    serve: Serve, desk: PlainDesk, connect: Connect
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
     _, address = await serve()
     agent = connect(address)
@@ -70,97 +70,99 @@ async def test_an_agent_attaches_calls_beats_and_is_told_levels(
     assert (await agent.levels.get()).number == 1
     assert await agent.channel.call(a_join(), timeout=5) == Done()
     agent.channel.beat(Heartbeat(node=NodeId(7), incarnation=Incarnation(1), step=3))
-    beat = await desk.until(Beat)
+    beat = await master_loop.until(Beat)
     assert isinstance(beat, Beat)
     assert beat.heartbeat.step == 3
-    desk.push(2)
+    master_loop.push(2)
     assert (await asyncio.wait_for(agent.levels.get(), 5)).number == 2
-    assert await desk.until(Ack) == Ack(2)
+    assert await master_loop.until(Ack) == Ack(2)
 
 
 async def test_a_repeated_level_is_acknowledged_again_but_an_older_one_never_shown(
-    serve: Serve, desk: PlainDesk, connect: Connect
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
     _, address = await serve()
     agent = connect(address)
     await agent.attached()
-    assert await desk.until(Ack) == Ack(1)
+    assert await master_loop.until(Ack) == Ack(1)
     for number in (3, 3, 2, 4):
-        desk.push(number)
-    assert [await desk.until(Ack) for _ in range(4)] == [Ack(3), Ack(3), Ack(2), Ack(4)]
+        master_loop.push(number)
+    assert [await master_loop.until(Ack) for _ in range(4)] == [Ack(3), Ack(3), Ack(2), Ack(4)]
     assert [agent.levels.get_nowait().number for _ in range(agent.levels.qsize())] == [1, 3, 4]
 
 
-async def test_a_level_of_an_older_master_is_ignored(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
-    desk.master_epoch = 5
+async def test_a_level_of_an_older_master_is_ignored(serve: Serve, master_loop: PlainLoop, connect: Connect) -> None:
+    master_loop.master_epoch = 5
     _, address = await serve()
     agent = connect(address)
     await agent.attached()
-    desk.master_epoch = 4
-    desk.push(9)
-    desk.master_epoch = 5
-    desk.push(10)
+    master_loop.master_epoch = 4
+    master_loop.push(9)
+    master_loop.master_epoch = 5
+    master_loop.push(10)
     assert (await agent.levels.get()).number == 1
     assert (await asyncio.wait_for(agent.levels.get(), 5)).number == 10
 
 
-async def test_an_agent_says_which_master_epoch_it_has_seen(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+async def test_an_agent_says_which_master_epoch_it_has_seen(
+    serve: Serve, master_loop: PlainLoop, connect: Connect
+) -> None:
     """A master that lost its journal begins at 1 again; it has to know above which number the agents will obey it."""
-    desk.master_epoch = 5
+    master_loop.master_epoch = 5
     server, address = await serve()
     agent = connect(address)
     await agent.attached()
-    assert desk.attaches[-1].master_epoch == 0
-    desk.master_epoch = 7
-    desk.push(2)  # it heard so from another agent
-    assert await desk.until(Ack) == Ack(1)
-    assert await desk.until(Ack) == Ack(2)
+    assert master_loop.attaches[-1].master_epoch == 0
+    master_loop.master_epoch = 7
+    master_loop.push(2)  # it heard so from another agent
+    assert await master_loop.until(Ack) == Ack(1)
+    assert await master_loop.until(Ack) == Ack(2)
     await server.stop()
     await serve(int(address.split(":")[1]))
     await agent.attached()
-    assert desk.attaches[-1].master_epoch == 7
+    assert master_loop.attaches[-1].master_epoch == 7
 
 
 async def test_a_master_that_stays_below_that_epoch_is_not_obeyed(
-    serve: Serve, desk: PlainDesk, connect: Connect
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
-    desk.master_epoch = 5
+    master_loop.master_epoch = 5
     server, address = await serve()
     agent = connect(address)
     await agent.attached()
     await server.stop()
-    desk.master_epoch = 4
+    master_loop.master_epoch = 4
     await serve(int(address.split(":")[1]))
     async with asyncio.timeout(10):
-        while len(desk.attaches) < 3:  # refused, and tried again
-            await desk.until(Request)
+        while len(master_loop.attaches) < 3:  # refused, and tried again
+            await master_loop.until(Request)
     assert agent.attachments.empty()
     assert "epoch 4, older than 5" in agent.channel.trouble
-    desk.master_epoch = 6
+    master_loop.master_epoch = 6
     assert (await agent.attached()).master_epoch == 6
 
 
 async def test_a_request_without_answer_is_sent_again_after_a_broken_stream_with_its_number(
-    serve: Serve, desk: PlainDesk, connect: Connect
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
     server, address = await serve()
     agent = connect(address)
     await agent.attached()
-    desk.answers = lambda request: None
+    master_loop.answers = lambda request: None
     first = asyncio.ensure_future(agent.channel.call(a_join(1), timeout=30))
     second = asyncio.ensure_future(agent.channel.call(a_join(2), timeout=30))
-    await desk.until(Request)
-    await desk.until(Request)
-    desk.answers = lambda request: Answer(id=request.id, body=Done())
+    await master_loop.until(Request)
+    await master_loop.until(Request)
+    master_loop.answers = lambda request: Answer(id=request.id, body=Done())
     await server.stop()
     await serve(int(address.split(":")[1]))
     assert await first == await second == Done(), "a restarted local master must be bridged within the calls' time"
-    assert [(r.sequence, r.body.round) for r in desk.requests] == [(1, 1), (2, 2), (1, 1), (2, 2)]  # type: ignore[union-attr]
+    assert [(r.sequence, r.body.round) for r in master_loop.requests] == [(1, 1), (2, 2), (1, 1), (2, 2)]  # type: ignore[union-attr]
     assert (await agent.attached()).node == 7
 
 
 async def test_a_call_made_during_an_outage_is_sent_once_the_master_is_back(
-    serve: Serve, desk: PlainDesk, connect: Connect
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
     server, address = await serve()
     agent = connect(address)
@@ -172,10 +174,12 @@ async def test_a_call_made_during_an_outage_is_sent_once_the_master_is_back(
         await agent.channel.call(a_join(5), timeout=0.05)
     await serve(int(address.split(":")[1]))
     assert await call == Done()
-    assert [r.body.round for r in desk.requests] == [1]  # type: ignore[union-attr]
+    assert [r.body.round for r in master_loop.requests] == [1]  # type: ignore[union-attr]
 
 
-async def test_a_busy_master_is_asked_again_and_order_is_kept(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+async def test_a_busy_master_is_asked_again_and_order_is_kept(
+    serve: Serve, master_loop: PlainLoop, connect: Connect
+) -> None:
     _, address = await serve()
     agent = connect(address)
     await agent.attached()
@@ -187,17 +191,17 @@ async def test_a_busy_master_is_asked_again_and_order_is_kept(serve: Serve, desk
         refused.add(request.id)
         return Refusal(id=request.id, code="busy", message="busy", retry_after=0.05)
 
-    desk.answers = once_busy
+    master_loop.answers = once_busy
     calls = [agent.channel.call(a_join(number), timeout=10) for number in range(1, 6)]
     assert await asyncio.gather(*calls) == [Done()] * 5
-    assert [r.sequence for r in desk.requests] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
+    assert [r.sequence for r in master_loop.requests] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
 
 
-async def test_a_refusal_reaches_its_caller_only(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+async def test_a_refusal_reaches_its_caller_only(serve: Serve, master_loop: PlainLoop, connect: Connect) -> None:
     _, address = await serve()
     agent = connect(address)
     await agent.attached()
-    desk.answers = lambda r: (
+    master_loop.answers = lambda r: (
         Refusal(id=r.id, code="stale", message="too late") if r.sequence == 1 else Answer(id=r.id, body=Done())
     )
     with pytest.raises(Rejected, match="too late") as caught:
@@ -216,21 +220,23 @@ async def test_a_message_too_large_never_leaves(serve: Serve, connect: Connect) 
     assert await agent.channel.call(a_join(), timeout=5) == Done()
 
 
-async def test_an_answer_too_large_refuses_its_question_only(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+async def test_an_answer_too_large_refuses_its_question_only(
+    serve: Serve, master_loop: PlainLoop, connect: Connect
+) -> None:
     _, address = await serve()
     agent = connect(address)
     await agent.attached()
-    desk.answers = lambda r: Answer(id=r.id, body=KvValues((bytes(MAX_MESSAGE_BYTES),)))
+    master_loop.answers = lambda r: Answer(id=r.id, body=KvValues((bytes(MAX_MESSAGE_BYTES),)))
     with pytest.raises(Rejected, match="limit is 4194304") as caught:
         await agent.channel.call(Ping(), timeout=10)
     assert caught.value.code == "too-large"
-    desk.answers = lambda r: Answer(id=r.id, body=Done())
+    master_loop.answers = lambda r: Answer(id=r.id, body=Done())
     assert await agent.channel.call(a_join(), timeout=10) == Done()
-    assert (len(desk.attaches), agent.running.done()) == (1, False)
+    assert (len(master_loop.attaches), agent.running.done()) == (1, False)
 
 
 async def test_a_stream_that_was_attached_is_opened_again_whatever_was_too_large(
-    serve: Serve, desk: PlainDesk, connect: Connect
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
     _, address = await serve()
     agent = connect(address)
@@ -242,33 +248,35 @@ async def test_a_stream_that_was_attached_is_opened_again_whatever_was_too_large
             raise refusals.pop()  # ends the stream with gRPC's RESOURCE_EXHAUSTED
         return Answer(id=request.id, body=Done())
 
-    desk.answers = answer
+    master_loop.answers = answer
     assert await agent.channel.call(a_join(), timeout=10) == Done()
     await agent.attached()
-    assert [r.sequence for r in desk.requests] == [1, 1]
+    assert [r.sequence for r in master_loop.requests] == [1, 1]
 
 
-async def test_what_gathers_beyond_one_frame_leaves_in_several(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+async def test_what_gathers_beyond_one_frame_leaves_in_several(
+    serve: Serve, master_loop: PlainLoop, connect: Connect
+) -> None:
     _, address = await serve()
     agent = connect(address)
     await agent.attached()
     calls = [agent.channel.call(a_join(offer="x" * (MAX_MESSAGE_BYTES // 3)), timeout=10) for _ in range(5)]
     assert await asyncio.gather(*calls) == [Done()] * 5
-    assert [r.sequence for r in desk.requests] == [1, 2, 3, 4, 5]
+    assert [r.sequence for r in master_loop.requests] == [1, 2, 3, 4, 5]
 
 
-async def test_closing_still_delivers_what_was_queued(serve: Serve, desk: PlainDesk, connect: Connect) -> None:
+async def test_closing_still_delivers_what_was_queued(serve: Serve, master_loop: PlainLoop, connect: Connect) -> None:
     _, address = await serve()
     agent = connect(address)
     await agent.attached()
     leave = LeaveJob(node=NodeId(7), incarnation=Incarnation(1), reason=LeaveReason.JOB_ENDED)
     call = asyncio.ensure_future(agent.channel.call(leave, timeout=5))
-    await desk.until(Request)
+    await master_loop.until(Request)
     await call
     agent.channel.beat(Heartbeat(node=NodeId(7), incarnation=Incarnation(1), step=99))
     await agent.leave()
-    await desk.until(Beat)
-    await desk.until("closed")
+    await master_loop.until(Beat)
+    await master_loop.until("closed")
     with pytest.raises(Unavailable, match="closed"):
         await agent.channel.call(a_join(), timeout=5)
 
@@ -368,7 +376,7 @@ def a_status(num_nodes: int, **details: object) -> JobStatus:
 
 @pytest.mark.parametrize("way", ["unary", "stream"])
 async def test_a_status_too_large_for_a_message_tells_of_the_nodes_that_matter_and_counts_the_others(
-    serve: Serve, desk: PlainDesk, connect: Connect, monkeypatch: pytest.MonkeyPatch, way: str
+    serve: Serve, master_loop: PlainLoop, connect: Connect, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     whole = a_status(20_000)
 
@@ -377,12 +385,12 @@ async def test_a_status_too_large_for_a_message_tells_of_the_nodes_that_matter_a
 
     _, address = await serve()
     if way == "unary":
-        monkeypatch.setattr(desk, "ask", answer)
+        monkeypatch.setattr(master_loop, "ask", answer)
         status = await ask(address, AskStatus(), token=TOKEN, timeout=30)
     else:
         agent = connect(address)
         await agent.attached()
-        desk.answers = lambda request: Answer(id=request.id, body=whole)
+        master_loop.answers = lambda request: Answer(id=request.id, body=whole)
         status = await agent.channel.call(AskStatus(), timeout=30)
 
     assert isinstance(status, JobStatus)
@@ -397,21 +405,21 @@ async def test_a_status_too_large_for_a_message_tells_of_the_nodes_that_matter_a
 
 
 async def test_a_status_that_has_room_leaves_nobody_out(
-    serve: Serve, desk: PlainDesk, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, master_loop: PlainLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = a_status(500)
 
     async def answer(_question: Question) -> Reply:
         return whole
 
-    monkeypatch.setattr(desk, "ask", answer)
+    monkeypatch.setattr(master_loop, "ask", answer)
     _, address = await serve()
     assert await ask(address, AskStatus(), token=TOKEN, timeout=30) == whole
 
 
 @pytest.mark.parametrize("kind", ["KvValues", "JobStatus"])
 async def test_who_asks_once_for_too_much_hears_so_in_our_words(
-    serve: Serve, desk: PlainDesk, monkeypatch: pytest.MonkeyPatch, kind: str
+    serve: Serve, master_loop: PlainLoop, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     large = {
         "KvValues": KvValues((bytes(MAX_MESSAGE_BYTES),)),
@@ -421,7 +429,7 @@ async def test_who_asks_once_for_too_much_hears_so_in_our_words(
     async def answer(_question: Question) -> Reply:
         return large[kind]
 
-    monkeypatch.setattr(desk, "ask", answer)
+    monkeypatch.setattr(master_loop, "ask", answer)
     _, address = await serve()
     with pytest.raises(Rejected, match=rf"the answer \({kind}\) has \d+ bytes: the limit is 4194304") as caught:
         await ask(address, Ping(), token=TOKEN, timeout=30)
@@ -437,7 +445,7 @@ def a_sample(text: str) -> SampleTaken:
 
 
 async def test_an_observation_that_cannot_be_encoded_is_left_out_and_the_rest_arrives(
-    serve: Serve, desk: PlainDesk, connect: Connect
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
     _, address = await serve()
     agent = connect(address)
@@ -445,12 +453,15 @@ async def test_an_observation_that_cannot_be_encoded_is_left_out_and_the_rest_ar
     for text in ("before", HALF, "after"):
         agent.channel.observe(a_sample(text))
     assert await agent.channel.call(a_join(), timeout=10) == Done()
-    assert [await desk.until(Observed) for _ in range(2)] == [Observed(a_sample("before")), Observed(a_sample("after"))]
-    assert len(desk.attaches) == 1
+    assert [await master_loop.until(Observed) for _ in range(2)] == [
+        Observed(a_sample("before")),
+        Observed(a_sample("after")),
+    ]
+    assert len(master_loop.attaches) == 1
 
 
 async def test_a_call_that_cannot_be_encoded_is_refused_and_nothing_else(
-    serve: Serve, desk: PlainDesk, connect: Connect
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
     _, address = await serve()
     agent = connect(address)
@@ -459,10 +470,10 @@ async def test_a_call_that_cannot_be_encoded_is_refused_and_nothing_else(
         await agent.channel.call(a_join(offer=HALF), timeout=10)
     assert caught.value.code == "malformed"
     assert await agent.channel.call(a_join(), timeout=10) == Done()
-    assert [request.sequence for request in desk.requests] == [1]
+    assert [request.sequence for request in master_loop.requests] == [1]
 
 
-async def test_an_agent_that_cannot_present_itself_says_so(serve: Serve, desk: PlainDesk) -> None:
+async def test_an_agent_that_cannot_present_itself_says_so(serve: Serve, master_loop: PlainLoop) -> None:
     _, address = await serve()
     channel = AgentChannel(
         address,
@@ -477,12 +488,12 @@ async def test_an_agent_that_cannot_present_itself_says_so(serve: Serve, desk: P
 
 
 async def test_an_answer_that_cannot_be_encoded_becomes_a_refusal(
-    serve: Serve, desk: PlainDesk, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, master_loop: PlainLoop, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, address = await serve()
     agent = connect(address)
     await agent.attached()
-    desk.answers = lambda request: (
+    master_loop.answers = lambda request: (
         Answer(id=request.id, body=Pong(job_name=HALF, master_epoch=1))
         if isinstance(request.body, Ping)
         else Refusal(id=request.id, code="why", message=HALF)
@@ -497,15 +508,15 @@ async def test_an_answer_that_cannot_be_encoded_becomes_a_refusal(
     async def answer(_question: Question) -> Reply:
         return Pong(job_name=HALF, master_epoch=1)
 
-    monkeypatch.setattr(desk, "ask", answer)
+    monkeypatch.setattr(master_loop, "ask", answer)
     with pytest.raises(Rejected, match="cannot be encoded"):
         await ask(address, Ping(), token=TOKEN, timeout=10)
-    assert len(desk.attaches) == 1
+    assert len(master_loop.attaches) == 1
 
 
 @pytest.mark.parametrize("side", ["agent", "master"])
 async def test_a_stream_whose_writer_died_ends_and_another_takes_its_place(
-    serve: Serve, desk: PlainDesk, connect: Connect, monkeypatch: pytest.MonkeyPatch, side: str
+    serve: Serve, master_loop: PlainLoop, connect: Connect, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     """Else it would look attached on both ends, and nothing would be heard of the node again."""
     kind = Request if side == "agent" else Answer
@@ -523,7 +534,7 @@ async def test_a_stream_whose_writer_died_ends_and_another_takes_its_place(
     monkeypatch.setattr(transport, "encode_frames", encode)
     assert await agent.channel.call(a_join(), timeout=10) == Done()
     assert broken
-    assert len(desk.attaches) == 2
+    assert len(master_loop.attaches) == 2
 
 
 async def test_a_master_too_busy_to_take_the_stream_is_waited_for(connect: Connect) -> None:

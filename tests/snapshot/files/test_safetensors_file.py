@@ -17,7 +17,6 @@ from safetensors import deserialize  # noqa: E402
 
 from dlrover.snapshot.copy.copying import Copier  # noqa: E402
 from dlrover.snapshot.files.direct_io import image_chunks  # noqa: E402
-from dlrover.snapshot.files.file_kinds import write_kind  # noqa: E402
 from dlrover.snapshot.files.safetensors_file import (  # noqa: E402
     DTYPES,
     SafetensorsTable,
@@ -28,6 +27,7 @@ from dlrover.snapshot.files.safetensors_file import (  # noqa: E402
 from dlrover.snapshot.memory.contents import decode_contents  # noqa: E402
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter  # noqa: E402
 from dlrover.snapshot.memory.segment_format import Owner, SegmentInvalid  # noqa: E402
+from dlrover.snapshot.storage.file_kinds import write_kind  # noqa: E402
 from dlrover.snapshot.storage.storage import LocalStorage  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.safetensors_part import SafetensorsPart  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter  # noqa: E402

@@ -20,10 +20,10 @@ from dlrover.snapshot.memory.contents import decode_contents  # noqa: E402
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName  # noqa: E402
 from dlrover.snapshot.memory.segment_format import Owner  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding import describing  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.encoding.frozen import Frozen, freeze, freeze_again  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.pickle_template import _MARK, Template, make_template  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import make_skeleton, rebuild  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter, load_state  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.saving.frozen import Frozen, freeze, freeze_again  # noqa: E402
 
 TENSORS = [torch.arange(6.0), torch.ones(2, 3).bfloat16(), torch.nn.Parameter(torch.zeros(2))]
 numbers = some.one_of(some.none(), some.booleans(), some.integers(), some.floats(allow_nan=False))

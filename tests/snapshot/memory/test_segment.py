@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from dlrover.host.processes import look_up
 from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.snapshot.memory.checksum import Corrupt
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter, segment_paths
@@ -75,6 +78,52 @@ def test_two_living_trainers_of_one_rank_are_refused(home: Path, owner: Owner) -
     save(first, 1)
     with pytest.raises(Unavailable, match="still held by another trainer of rank 0"):
         SegmentWriter(home, owner)
+
+
+HOLDER = """
+import os, signal, sys
+from dlrover.snapshot.memory.locks import ByteLocks
+locks = ByteLocks(sys.argv[1])
+assert locks.try_own(0)
+memory = bytearray(os.urandom(1)) * (384 << 20)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_the_lock_of_a_trainer_that_has_ended_stops_nobody_while_the_kernel_frees_its_memory(
+    home: Path, owner: Owner
+) -> None:
+    """The kernel closes files after it has freed memory; it may also be done with both before we look, so there are some attempts."""
+    first = SegmentWriter(home, owner)
+    name = save(first, 1)
+    first.close()
+    assert name is not None
+    for _ in range(10):
+        with subprocess.Popen([sys.executable, "-c", HOLDER, name.path], stdout=subprocess.PIPE, text=True) as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+            with pytest.raises(Unavailable, match="still held"):
+                SegmentWriter(home, owner)
+            holder.kill()
+            descriptor = os.pidfd_open(holder.pid)
+            try:
+                while not (seen := look_up(holder.pid)) or not seen.is_exiting:
+                    os.sched_yield()
+                second = SegmentWriter(home, owner)
+                was_early = not select.select([descriptor], [], [], 0)[0]
+            finally:
+                os.close(descriptor)
+            assert save(second, 2) is not None
+        waiting = [thread for thread in threading.enumerate() if thread.name == "lock of a dead writer"]
+        for thread in waiting:
+            thread.join(60)
+        with Segment(name.path) as segment:
+            assert segment.has_live_writer(), "the lock is the new writer's by now"
+        second.close()
+        if was_early and waiting:
+            return
+    pytest.fail("the lock of the dead trainer was never seen")
 
 
 def test_a_pinned_slot_is_not_overwritten_and_two_pins_make_the_writer_busy(home: Path, owner: Owner) -> None:

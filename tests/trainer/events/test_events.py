@@ -18,14 +18,13 @@ import pytest
 
 from dlrover.protocol.messages.watch import Phase
 from dlrover.protocol.progress_page import ProgressPage
-from dlrover.trainer import progress
+from dlrover.trainer import phases, progress
 from dlrover.trainer.events import DLRoverAgentEvent, DLRoverMasterEvent, Process, TrainerProcess, WarningType
 from dlrover.trainer.events.event import Event, EventType
 from dlrover.trainer.events.exporters import AsyncExporter
 from dlrover.trainer.events.process import Nothing, Outlet
 from dlrover.trainer.events.settings import read_settings
-from dlrover.trainer.worker import phases
-from dlrover.trainer.worker.phases import PhaseWriter
+from dlrover.trainer.phases import PhaseWriter
 
 LINE = re.compile(r"\[(.+?)\] \[(\d+)\] \[([0-9a-f]{8})\] \[(.+?)\] \[(.+?)\] \[(BEGIN|END|INSTANT)\] (\{.*\})")
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.trainer.worker import phases
+from dlrover.trainer import phases
 
 VERSION = 2
 

@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.trainer import environment
+from dlrover.trainer import environment, phases
 from dlrover.trainer.progress import report
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
-from dlrover.trainer.worker import phases
+from dlrover.trainer.torch.resilience.guard import StepGuard
 
 LOOK_EVERY = 20
 """Steps after which the parallel-config file is looked at: the ranks tell each other then, which costs a message."""
@@ -97,6 +97,10 @@ class ElasticTrainer:
         self._num_in_epoch = 0
         self._sampler: ElasticDistributedSampler | None = None
         self._micro_batch_size = 0
+        self._guard: StepGuard | None = None
+        """Made when the optimizer is known."""
+        self.whole_state = self.state_dict()
+        """After the last step that is whole."""
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -126,6 +130,11 @@ class ElasticTrainer:
         if grad_scaler is not None:
             self._has_scaler = True
             _gate_class(grad_scaler, ("unscale_", "step", "update"), lambda: self._is_last)
+        self._guard = StepGuard(
+            self.model,
+            optimizer,
+            also=[each for each in (lr_scheduler, grad_scaler, _WholeState(self)) if each is not None],
+        )
         is_unscaling = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         optimizer._step_supports_amp_scaling = _ScalerGuard(self._check_scaler, answer=is_unscaling)
         if lr_scheduler is None:
@@ -145,17 +154,30 @@ class ElasticTrainer:
         self.num_micro_batches += 1
         self._is_last = not fix_total_batch_size or self._micro_step >= self._num_micro_steps
         no_sync = getattr(self.model, "no_sync", None)
-        with contextlib.nullcontext() if self._is_last or no_sync is None else no_sync():
-            yield
+        guard = self._guard
+        if guard is not None:
+            guard.enter(is_first=self._micro_step == 1)
+        try:
+            with contextlib.nullcontext() if self._is_last or no_sync is None else no_sync():
+                yield
+        except BaseException as error:
+            if guard is not None:
+                guard.leave(error)
+            raise
         if self._sampler is not None and not self._sampler.is_counted:
             self._sampler.count_batch(self._micro_batch_size)
         if self._is_last:
             self._micro_step = 0
             self._is_accumulating = False
             self.num_steps += 1
+            if guard is not None:
+                self.whole_state = self.state_dict()
             report(self.num_steps)
-            if self.num_steps % LOOK_EVERY == 0 and isinstance(self.dataloader, ElasticDataLoader):
-                self.dataloader.load_config()
+        if guard is not None:
+            guard.leave(is_last=self._is_last)
+        is_look_due = self._is_last and self.num_steps % LOOK_EVERY == 0
+        if is_look_due and isinstance(self.dataloader, ElasticDataLoader):
+            self.dataloader.load_config()
 
     def _count_in_epoch(self) -> int:
         """Micro-batches that the loader has left, with the one that begins: a step at the end is taken with what there is. 0: nobody knows."""
@@ -179,6 +201,7 @@ class ElasticTrainer:
         phases.tell_count_anew(is_epoch_over=self.num_steps > 0)
         self.num_steps = self._micro_step = self._num_in_epoch = 0
         self._is_last, self._is_accumulating = True, False
+        self.whole_state = self.state_dict()
 
     def deal(self, sampler: ElasticDistributedSampler, micro_batch_size: int) -> None:
         """Let every rank read what it stands in for. To be called before the loader is iterated."""
@@ -204,6 +227,7 @@ class ElasticTrainer:
         self.num_steps = int(state["num_steps"])
         if self._sampler is not None and "sampler" in state:
             self._sampler.load_state_dict(state["sampler"])
+        self.whole_state = self.state_dict()
 
     def _check_scaler(self) -> None:
         """
@@ -241,6 +265,16 @@ class ElasticTrainer:
                 return gradient * (self._world_size / self.max_workers if is_dealt else 1 / self._num_micro_steps)
 
             self._hooks = [each.register_hook(scale) for each in parameters]
+
+
+class _WholeState:
+    """The trainer as it was after its last whole step: in the middle of one it has counted batches already."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._trainer.whole_state
 
 
 def _configured_workers() -> int:

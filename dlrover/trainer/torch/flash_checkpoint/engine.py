@@ -29,8 +29,10 @@ from dlrover.snapshot.storage.places import SavePlace
 from dlrover.snapshot.storage.storage import LocalStorage, full_path, join
 from dlrover.snapshot.storage.user_deletion import rule_for
 from dlrover.snapshot.storage.user_storage import meta_for, shown_storage, storage_of
-from dlrover.trainer import environment
+from dlrover.trainer import environment, phases
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
+from dlrover.trainer.torch.flash_checkpoint.encoding.lazy import Memory
+from dlrover.trainer.torch.flash_checkpoint.encoding.staleness import StalenessWatch
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import PendingSave, StateWriter, room_for_names
 from dlrover.trainer.torch.flash_checkpoint.restoring import data_return
 from dlrover.trainer.torch.flash_checkpoint.restoring.early_look import EarlyLook
@@ -38,8 +40,6 @@ from dlrover.trainer.torch.flash_checkpoint.restoring.newest_common import Resto
 from dlrover.trainer.torch.flash_checkpoint.restoring.reading import read_file
 from dlrover.trainer.torch.flash_checkpoint.saving.agreed_segments import AgreedSegments
 from dlrover.trainer.torch.flash_checkpoint.saving.agreement import Agreement, own_ranks
-from dlrover.trainer.torch.flash_checkpoint.saving.aside import Waiting, copy_aside
-from dlrover.trainer.torch.flash_checkpoint.saving.lazy import Memory
 from dlrover.trainer.torch.flash_checkpoint.saving.lazy_saves import LazySaves
 from dlrover.trainer.torch.flash_checkpoint.saving.old_names import check_all_rank_ready as check_all_rank_ready
 from dlrover.trainer.torch.flash_checkpoint.saving.old_names import start_saver_process as start_saver_process
@@ -49,8 +49,8 @@ from dlrover.trainer.torch.flash_checkpoint.saving.old_names import (
 from dlrover.trainer.torch.flash_checkpoint.saving.old_names import wait_socket_server as wait_socket_server
 from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet, SaveOutlet, ThreadOutlet
 from dlrover.trainer.torch.flash_checkpoint.saving.preparing import Preparation
-from dlrover.trainer.torch.flash_checkpoint.saving.staleness import StalenessWatch
-from dlrover.trainer.worker import phases
+from dlrover.trainer.torch.flash_checkpoint.saving.waiting_state import WaitingState, copy_aside
+from dlrover.trainer.torch.resilience.saves import KnownSave, save_log
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
@@ -67,6 +67,9 @@ class CheckpointEngine:
 
     keeps_claims = True
     """Whether a snapshot may hold records whose reading the master has not confirmed: who restores it tells of them."""
+
+    notes_saves = True
+    """Whether a guard learns from each save how the state is built. Else whoever builds it says so."""
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class CheckpointEngine:
         """Slot of the last save, if the ranks have still to tell each other whether they all got it done."""
         self._is_judgement_due = False
         self._staleness = StalenessWatch()
-        self._waiting: Waiting | None = None
+        self._waiting: WaitingState | None = None
         """The newest state that found every slot busy and waits for one."""
         self._pid = os.getpid()
         atexit.register(self._at_exit)
@@ -204,6 +207,8 @@ class CheckpointEngine:
             raise ValueError(f"on_busy is one of {', '.join(ON_BUSY)}, not {on_busy!r}.")
         wanted_lazy = self._lazily.wish(lazy)
         phases.tell_step(step)
+        if self.notes_saves:
+            save_log().saved(lambda: KnownSave(self, step, parts, paths))
         self._agree_late()
         begun_at = time.perf_counter()
         claims = data_return.unconfirmed(self._agreement, step, is_storage=is_storage or self._is_storage_owed)
@@ -326,6 +331,9 @@ class CheckpointEngine:
         )
         self.restored_step = restored.step
         phases.tell_step(restored.step)
+        if len(restored.parts) == 1:  # of others nobody remembers the files
+            paths = dict.fromkeys(restored.parts, f"rank_{self.shard}.pt")
+            save_log().restored(KnownSave(self, restored.step, restored.parts, paths))
         return restored.parts
 
     def load_file(self, resume_path: str | os.PathLike[str], *, into: object = None) -> Any:
@@ -401,6 +409,57 @@ class CheckpointEngine:
     def _forget_settled(self) -> None:
         for attempt in self._unsettled.keys() & self.outlet.settled.keys():
             del self._unsettled[attempt]
+
+    def release(self) -> None:
+        """Let another process write to the segment: this one is about to end."""
+        self.wait_for_staging()
+        with self._writing:
+            if self._segments is not None:
+                self._segments.close()
+            self._segments, self._writer = None, None
+
+    def save_alone(self, step: int, parts: Mapping[str, object], paths: Mapping[str, str], attempt: str) -> None:
+        """
+        Save to memory for all ranks of this node that have the same state, also in place of the one that usually does it. Other ranks are not asked:
+        they may be gone. Who restores compares the attempts. Raises OSError, ConfigError or Unavailable.
+        """
+        if self._agreement.share.num_shards != 1:
+            raise Unavailable("the state is cut into shards, and a shard of the lost worker may be gone")
+        self._write_alone(step, parts, paths, attempt)
+
+    def _write_alone(self, step: int, parts: Mapping[str, object], paths: Mapping[str, str], attempt: str) -> None:
+        share = self._agreement.share
+        if data_return.uses_shards():
+            raise Unavailable("what was read of the datasets since the newest snapshot is not known on all ranks")
+        request = SaveRequest(
+            directory=self.checkpoint_dir,
+            target=str(step),
+            step=step,
+            attempt=attempt,
+            shard=share.shard,
+            num_shards=share.num_shards,
+            world_size=self._agreement.ranks.world_size,
+            is_storage=False,
+            is_writer=share.is_writer,
+            is_committer=share.is_writer and share.shard == 0,
+            deletion=self._deletion.custom,
+            keep_latest=self._deletion.keep_latest,
+            keep_interval=self._deletion.keep_interval,
+            keep=self._deletion.keep,
+            storage=self._storage,
+            replica_count=self._replica_count,
+            save_timeout=self._save_timeout,
+        )
+        with self._writing:
+            writer = self._open()
+            assert self._segments is not None, "opened above"
+            self._segments.begin_alone()
+            pending = writer.begin(
+                parts, step=step, round_=self._round, paths=paths, extra={REQUEST: encode_request(request)}
+            )
+            if pending is None:
+                raise Unavailable("every slot of the segment is being read")
+            self.outlet.saved(pending.finish(), request)
 
     def close(self) -> None:
         """Give up saving. Without an agent this waits for what is being written, and the memory goes."""
@@ -514,7 +573,7 @@ class CheckpointEngine:
             return
         self._give_way()
         result.reason, result.is_done = SaveReason.QUEUED, False
-        self._waiting = Waiting(copied, paths, request, result)
+        self._waiting = WaitingState(copied, paths, request, result)
 
     def _give_way(self) -> None:
         """A newer state is saved or waits, and writes to storage if this one was to: the one that waits is given up."""

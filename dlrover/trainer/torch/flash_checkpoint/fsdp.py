@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from dlrover.agreed.cadence import BUDGET
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
@@ -35,6 +35,7 @@ from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import OPTIMI
 from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence
+from dlrover.trainer.torch.resilience.saves import KnownSave, save_log
 
 MODEL = "model"
 FULL_OPTIMIZER = "optimizer"
@@ -114,6 +115,8 @@ class FsdpShardCheckpointer:
         state = {**self._state_of(model, optimizer), **_checked_extra(extra_sd, (MODEL, OPTIMIZER))}
         if is_new:
             state[OPTIMIZER] = _made_new(optimizer, state[OPTIMIZER])
+        extra = dict(extra_sd or {})
+        save_log().saved(lambda: KnownSave(self.engine, step, extra, {}, lambda: self._last_state(model, optimizer)))
         return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy, lazy=lazy, metric=metric)
 
     def save_if_due(
@@ -156,7 +159,11 @@ class FsdpShardCheckpointer:
             set_state_dict(model, optimizer, model_state_dict=state[MODEL], optim_state_dict=optimizer_state)
             if not has_state:
                 optimizer.state.clear()
-        return {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER)}
+        extra = {key: value for key, value in state.items() if key not in (MODEL, OPTIMIZER)}
+        if self.engine.restored_step is not None:
+            step = self.engine.restored_step
+            save_log().restored(KnownSave(self.engine, step, extra, {}, lambda: self._last_state(model, optimizer)))
+        return extra
 
     def get_storage_reader(self, resume_path: str | os.PathLike[str] = "") -> PieceReader | None:
         """
@@ -189,6 +196,13 @@ class FsdpShardCheckpointer:
     def close(self) -> None:
         """End the threads. Under `dlrover-run` what was saved stays; elsewhere this waits until it is written."""
         self.engine.close()
+
+    def _last_state(self, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+        """After a step that broke: parameters may still be put together for it, and their pieces are what counts."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return self._state_of(model, optimizer)
 
     @staticmethod
     def _state_of(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:

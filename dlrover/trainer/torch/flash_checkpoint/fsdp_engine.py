@@ -29,6 +29,7 @@ from dlrover.snapshot.storage.commit import committed_checkpoints, read_global_m
 from dlrover.snapshot.storage.manifest import DIRECTORY
 from dlrover.snapshot.storage.storage import full_path, join
 from dlrover.snapshot.storage.user_storage import storage_of
+from dlrover.trainer import phases
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult, StorageType
 from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -45,6 +46,7 @@ from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import (
     RankShare,
     SharedPlan,
     data_file,
+    place,
     plan_together,
 )
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import (
@@ -59,6 +61,7 @@ from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import (
     plan_load,
     read_directory,
 )
+from dlrover.trainer.torch.flash_checkpoint.frameworks.reshard_exchange import bring, newest_attempts, tell_saves
 from dlrover.trainer.torch.flash_checkpoint.restoring.newest_common import Restorer
 from dlrover.trainer.torch.flash_checkpoint.restoring.reshard import (
     LocalMemory,
@@ -66,7 +69,6 @@ from dlrover.trainer.torch.flash_checkpoint.restoring.reshard import (
     find_saves,
     remove_abandoned,
 )
-from dlrover.trainer.torch.flash_checkpoint.restoring.reshard_exchange import bring, newest_attempts, tell_saves
 from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -94,6 +96,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
     """One per process. All ranks save, and call everything here together."""
 
     keeps_claims = False
+    notes_saves = False
 
     def __init__(self, checkpoint_dir: str | os.PathLike[str], **options: Any) -> None:
         ranks = own_ranks()
@@ -185,6 +188,17 @@ class FsdpCheckpointEngine(CheckpointEngine):
             metric=metric,
         )
 
+    def save_alone(self, step: int, parts: Mapping[str, object], paths: Mapping[str, str], attempt: str) -> None:
+        """All pieces that this rank has, also those that a lost one would have kept for it. A restore looks for pieces, not for ranks."""
+        self._release_readers()
+        planner = DefaultSavePlanner()
+        with torch.no_grad():
+            planner.set_up_planner(dict(parts), is_coordinator=self.shard == 0)
+            items = collect_items(planner, self._local_plans.plan_for(planner), planner.mappings, self._serialise)
+        lengths = [file_bytes(item) for item in items]
+        places = place(lengths, [item.num_bytes for item in items], [True] * len(items))
+        self._write_alone(step, {DATA: DcpPart(items, places)}, {DATA: data_file(self.shard)}, attempt)
+
     def _plan_for(self, items: Sequence[LocalItem], mappings: Mapping[str, Any]) -> SharedPlan:
         """The plan of the last save, if no rank's state has changed its structure since."""
         signature = tuple(item.signature for item in items)
@@ -255,6 +269,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
     def _accept(self, step: int, is_from_memory: bool, parts: dict[str, Any]) -> dict[str, Any]:
         log.info("restored step %d from %s", step, "memory" if is_from_memory else self.checkpoint_dir)
         self.restored_step = step
+        phases.tell_step(step)
         return parts
 
     def _load_path(self, state: dict[str, Any], path: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from dlrover.trainer.worker import phases
+from dlrover.trainer import phases
 
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 

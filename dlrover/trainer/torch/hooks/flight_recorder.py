@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from dlrover.protocol import progress_page as layout
-from dlrover.trainer.worker import phases
+from dlrover.trainer import phases
 
 NUM_ENTRIES = 16
 

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from dlrover.trainer.worker import phases
-from dlrover.trainer.worker.phases import DATA, PhaseWriter
+from dlrover.trainer import phases
+from dlrover.trainer.phases import DATA, PhaseWriter
 
 
 class ModelSteps:

@@ -18,10 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from dlrover.protocol import progress_page as layout
-from dlrover.trainer.torch.hooks.model_steps import ModelSteps
-from dlrover.trainer.worker import phases
-from dlrover.trainer.worker.late_imports import when_imported
-from dlrover.trainer.worker.phases import (
+from dlrover.trainer import phases
+from dlrover.trainer.late_imports import when_imported
+from dlrover.trainer.phases import (
     AFTER_DATA,
     AFTER_WORK,
     BACKWARD,
@@ -34,6 +33,7 @@ from dlrover.trainer.worker.phases import (
     OPTIMIZER,
     START,
 )
+from dlrover.trainer.torch.hooks.model_steps import ModelSteps
 
 COLLECTIVES = (
     "all_reduce",

@@ -18,11 +18,11 @@ from dlrover.snapshot.memory.layout import plan_state
 from dlrover.snapshot.memory.segment import Segment, segment_paths
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+from dlrover.trainer.torch.flash_checkpoint.encoding.frozen import freeze, freeze_again
+from dlrover.trainer.torch.flash_checkpoint.encoding.lazy import LAZY_FROM_BYTES, reason_against
 from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import make_skeleton
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensors import TorchTensors
 from dlrover.trainer.torch.flash_checkpoint.saving.agreement import Agreement, own_ranks
-from dlrover.trainer.torch.flash_checkpoint.saving.frozen import freeze, freeze_again
-from dlrover.trainer.torch.flash_checkpoint.saving.lazy import LAZY_FROM_BYTES, reason_against
 from tests.trainer.torch.flash_checkpoint.test_saves import assert_same
 
 WIDTH = 256

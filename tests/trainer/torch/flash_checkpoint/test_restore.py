@@ -13,8 +13,8 @@ from dlrover.snapshot.storage.manifest import ManifestInvalid
 from dlrover.trainer import environment
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.frameworks.reshard_exchange import Summary, newest_attempts
 from dlrover.trainer.torch.flash_checkpoint.restoring.reading import read_content, read_file
-from dlrover.trainer.torch.flash_checkpoint.restoring.reshard_exchange import Summary, newest_attempts
 from tests.trainer.torch.flash_checkpoint.test_saves import assert_same, state_of
 
 

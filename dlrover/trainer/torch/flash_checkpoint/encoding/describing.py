@@ -13,10 +13,10 @@ import torch
 from dlrover.snapshot.memory.contents import Contents, FileEntry, encode_contents
 from dlrover.snapshot.memory.layout import Layout, LayoutPlan
 from dlrover.snapshot.memory.segment import SlotInWriting
+from dlrover.trainer.torch.flash_checkpoint.encoding.frozen import Frozen
 from dlrover.trainer.torch.flash_checkpoint.encoding.parts import skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.encoding.pickle_template import Template, make_template
 from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import Skeleton
-from dlrover.trainer.torch.flash_checkpoint.saving.frozen import Frozen
 
 _MAX_PICKLED = 5
 

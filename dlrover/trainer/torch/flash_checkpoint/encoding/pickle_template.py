@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dlrover.trainer.torch.flash_checkpoint.encoding.frozen import Frozen
 from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import PICKLE_PROTOCOL, Skeleton, make_skeleton
-from dlrover.trainer.torch.flash_checkpoint.saving.frozen import Frozen
 
 _MARK = 0x5DAB_91C3
 """Upper half of a marker. Eight bytes, the highest bit unset: pickle writes such a number in one way only."""

@@ -23,12 +23,12 @@ from dlrover.snapshot.memory.layout import Layout, LayoutPlan, plan_state
 from dlrover.snapshot.memory.segment import PinnedSlot, SegmentWriter, SlotInWriting, SlotName
 from dlrover.trainer.torch.flash_checkpoint.encoding.describing import Describer, Description, Header
 from dlrover.trainer.torch.flash_checkpoint.encoding.device_copies import DeviceCopies, DevicePair
+from dlrover.trainer.torch.flash_checkpoint.encoding.frozen import Frozen, Looks, freeze, freeze_again
+from dlrover.trainer.torch.flash_checkpoint.encoding.lazy import LAZY_FROM_BYTES, Changed, Guard, Memory, MovingStorage
 from dlrover.trainer.torch.flash_checkpoint.encoding.live import fresh_storage, live_storages
 from dlrover.trainer.torch.flash_checkpoint.encoding.parts import restore_part
+from dlrover.trainer.torch.flash_checkpoint.encoding.staleness import sample_digest
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensors import TorchTensors
-from dlrover.trainer.torch.flash_checkpoint.saving.frozen import Frozen, Looks, freeze, freeze_again
-from dlrover.trainer.torch.flash_checkpoint.saving.lazy import LAZY_FROM_BYTES, Changed, Guard, Memory, MovingStorage
-from dlrover.trainer.torch.flash_checkpoint.saving.staleness import sample_digest
 
 META_GUESS_PER_TENSOR = 512
 META_GUESS_BASE = 64 * 1024

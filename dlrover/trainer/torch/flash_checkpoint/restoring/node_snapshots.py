@@ -22,10 +22,10 @@ from msgspec import Struct
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.copy.copying import Copier
 from dlrover.snapshot.files.direct_io import WriteOptions
-from dlrover.snapshot.files.file_kinds import write_kind
 from dlrover.snapshot.memory.contents import Contents, decode_contents
 from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName, segment_paths
 from dlrover.snapshot.memory.segment_format import SegmentInvalid
+from dlrover.snapshot.storage.file_kinds import write_kind
 from dlrover.snapshot.storage.persist import SaveRequest, of_present_history, read_request
 from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import load_state

@@ -17,14 +17,13 @@ import os
 import struct
 import sys
 import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from dlrover.snapshot.files.direct_io import combine_sums, run_in_threads
-from dlrover.snapshot.memory.checksum import Corrupt
+from dlrover.snapshot.memory.checksum import Corrupt, crc32
 from dlrover.snapshot.memory.layout import plan_state
 from dlrover.snapshot.storage.manifest import FileRecord
 from dlrover.trainer.torch.flash_checkpoint.encoding.live import fresh_storage, live_storages
@@ -222,11 +221,13 @@ def _fetch(source: _Source, path: str, record: FileRecord | None, ranges: list[_
                 buffer = scratch
             source.read_into(buffer, offset)
             if record is not None:
-                sums[offset] = (zlib.crc32(buffer), num_bytes)
+                sums[offset] = (crc32(memoryview(buffer)), num_bytes)
 
     run_in_threads(read, min(NUM_READERS, len(pieces)))
-    if record is not None and (crc := combine_sums(sums)) != record.crc32:
-        raise Corrupt(f"{path} has other bytes than were written: CRC {crc:08x}, its manifest says {record.crc32:08x}.")
+    if record is not None and (found := combine_sums(sums)) != record.crc32:
+        raise Corrupt(
+            f"{path} has other bytes than were written: CRC {found:08x}, its manifest says {record.crc32:08x}."
+        )
 
 
 def _pieces(ranges: list[_Range], total_bytes: int) -> list[_Range]:

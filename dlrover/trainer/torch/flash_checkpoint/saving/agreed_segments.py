@@ -22,6 +22,10 @@ class AgreedSegments(SegmentWriter):
     def begin_save(self, *, is_last_try: bool) -> None:
         self.is_agreed, self._is_decided, self._is_last_try = False, False, is_last_try
 
+    def begin_alone(self) -> None:
+        """A save for which nobody else is asked."""
+        self.is_agreed, self._is_decided, self._is_last_try = False, True, True
+
     def begin(self, data_bytes: int, meta_bytes: int) -> SlotInWriting | None:
         slot = None
         try:

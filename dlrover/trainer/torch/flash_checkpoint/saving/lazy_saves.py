@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.storage.persist import SaveRequest
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
+from dlrover.trainer.torch.flash_checkpoint.encoding.lazy import LAZY, Changed, Memory, Staging, StepWatch
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import PendingSave
-from dlrover.trainer.torch.flash_checkpoint.saving.lazy import LAZY, Changed, Memory, Staging, StepWatch
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 

@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 
 from dlrover.host.ownership import NotOurs, check_server, make_private
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import DLRoverError, Rejected
 from dlrover.protocol.local_frames import FrameBuffer, pack
 from dlrover.protocol.messages.checkpoint import (
@@ -37,7 +38,6 @@ from dlrover.protocol.messages.checkpoint import (
 from dlrover.protocol.messages.job import Hello
 from dlrover.snapshot.memory.homes import Home, remove_empty_root
 from dlrover.snapshot.memory.segment import PinnedSlot, SlotName
-from dlrover.snapshot.storage.commit import ANOTHER_JOB
 from dlrover.snapshot.storage.persist import (
     SaveRequest,
     finish,
@@ -270,7 +270,7 @@ class ThreadOutlet:
             self._is_reported = False
         except (OSError, DLRoverError) as error:
             is_other_job = (
-                isinstance(error, Rejected) and error.code == ANOTHER_JOB
+                isinstance(error, Rejected) and error.code == ErrorCode.ANOTHER_JOB
             )  # goes on, however often we are quicker
             is_told = self._is_reported or (is_other_job and self._is_other_job_reported)
             level = logging.INFO if is_told else logging.ERROR

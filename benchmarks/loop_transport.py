@@ -1,7 +1,7 @@
 """
-A rendezvous without sockets: the master's desk with its real journal, and agents that are objects in the same process.
+A rendezvous without sockets: the master's loop with its real journal, and agents that are objects in the same process.
 
-    python desk_transport.py NUM_AGENTS
+    python loop_transport.py NUM_AGENTS
 
 For more agents than a machine has descriptors or processor time for. What gRPC and the kernel would cost is left out, and only that: every
 message is encoded and decoded as on the wire, every decision is journalled. It prints one line of JSON.
@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from dlrover.core.job import Job
+from dlrover.master.clock import MasterClock
 from dlrover.master.journal.journal_thread import JournalThread
-from dlrover.master.loop.clock import MasterClock
 from dlrover.master.loop.loop import MasterLoop
 from dlrover.protocol.codec import decode_from_agent, decode_from_master, encode_frame
 from dlrover.protocol.messages.frames import Ack, Answer, FromAgent, FromMaster, Push, Refusal, Request
@@ -38,13 +38,13 @@ from dlrover.protocol.messages.job import (
 from dlrover.protocol.rpc.server import AgentStream
 
 
-class DeskAgent(AgentStream):
-    """Both ends of a stream: what the desk sends arrives at once."""
+class LoopAgent(AgentStream):
+    """Both ends of a stream: what the master's loop sends arrives at once."""
 
-    def __init__(self, index: int, desk: MasterLoop, terms: JobTerms) -> None:
+    def __init__(self, index: int, master_loop: MasterLoop, terms: JobTerms) -> None:
         super().__init__(f"simulated:{index}")
         self.index = index
-        self._desk = desk
+        self._master_loop = master_loop
         self._terms = terms
         self._host = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
         self.attached: Attached | None = None
@@ -100,7 +100,7 @@ class DeskAgent(AgentStream):
     def _say(self, parcel: FromAgent) -> None:
         data = encode_frame([parcel])
         self.num_bytes += len(data)
-        self._desk.receive(self, decode_from_agent(data))
+        self._master_loop.receive(self, decode_from_agent(data))
 
     def _obey(self, desired: Desired, size_bytes: int) -> None:
         self.desired = desired
@@ -110,13 +110,13 @@ class DeskAgent(AgentStream):
 
 
 async def measure(num_agents: int, folder: Path) -> dict[str, float]:
-    keeper = await JournalThread.open(folder / "journal.sqlite", job_name="bench")
-    job: Job = await keeper.restore()
-    desk = MasterLoop(keeper, job, MasterClock(job.now), job_name="bench")
-    await desk.begin(keeper.master_epoch)
-    working = asyncio.ensure_future(desk.run())
+    journal_thread = await JournalThread.open(folder / "journal.sqlite", job_name="bench")
+    job: Job = await journal_thread.restore()
+    master_loop = MasterLoop(journal_thread, job, MasterClock(job.now), job_name="bench")
+    await master_loop.begin(journal_thread.master_epoch)
+    working = asyncio.ensure_future(master_loop.run())
     terms = JobTerms(limits=Limits(min_nodes=num_agents, max_nodes=num_agents))
-    agents = [DeskAgent(index, desk, terms) for index in range(num_agents)]
+    agents = [LoopAgent(index, master_loop, terms) for index in range(num_agents)]
     began_at, cpu_before = time.monotonic(), time.process_time()
     for begin in range(0, num_agents, MAX_REQUESTS_IN_WORK):
         some = agents[begin : begin + MAX_REQUESTS_IN_WORK]
@@ -134,7 +134,7 @@ async def measure(num_agents: int, folder: Path) -> dict[str, float]:
     ended_at, cpu_after = time.monotonic(), time.process_time()
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
-    await keeper.close()
+    await journal_thread.close()
     return {
         "gathering": last_at - began_at,
         "gathering_cpu": cpu_then - cpu_before,
@@ -146,7 +146,7 @@ async def measure(num_agents: int, folder: Path) -> dict[str, float]:
     }
 
 
-async def _all(agents: list[DeskAgent], is_done: object) -> None:
+async def _all(agents: list[LoopAgent], is_done: object) -> None:
     assert callable(is_done)
     async with asyncio.timeout(300):
         for agent in agents:
@@ -156,7 +156,7 @@ async def _all(agents: list[DeskAgent], is_done: object) -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="desk-") as folder:
+    with tempfile.TemporaryDirectory(prefix="loop-") as folder:
         print(json.dumps(asyncio.run(measure(int(sys.argv[1]), Path(folder)))))
 
 

@@ -19,8 +19,8 @@ from dlrover.agreed.stall_thresholds import bucket_of
 from dlrover.protocol import progress_page as layout
 from dlrover.protocol.messages.watch import Phase
 from dlrover.protocol.progress_page import ProgressPage
-from dlrover.trainer.worker import phases
-from dlrover.trainer.worker.phases import PhaseWriter
+from dlrover.trainer import phases
+from dlrover.trainer.phases import PhaseWriter
 
 DEADLINE = 120.0
 
@@ -142,7 +142,8 @@ def test_a_reader_does_not_wait_for_a_writer_that_was_stopped_in_the_middle(page
 
 SCRIPT = """
 import functools, inspect, json, os, pickle, sys, threading, time
-from dlrover.trainer import environment, report; from dlrover.trainer.worker import hooks, phases
+from dlrover.trainer import environment, report; from dlrover.trainer.worker import hooks
+from dlrover.trainer import phases
 hooks.install(environment.read(os.environ))
 assert "torch" not in sys.modules
 import torch

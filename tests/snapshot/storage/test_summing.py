@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName
 from dlrover.snapshot.memory.segment_format import Owner
-from dlrover.snapshot.memory.summing import Summer
+from dlrover.snapshot.storage.summing import Summer
 
 
 def save(writer: SegmentWriter, step: int, size: int = 5000) -> SlotName:

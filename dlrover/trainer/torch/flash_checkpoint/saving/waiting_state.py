@@ -21,7 +21,7 @@ from dlrover.trainer.torch.flash_checkpoint.encoding.parts import skeleton_of
 from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import Skeleton, rebuild
 
 
-class Waiting(NamedTuple):
+class WaitingState(NamedTuple):
     parts: Mapping[str, object]
     paths: Mapping[str, str]
     request: SaveRequest

@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 from dlrover.snapshot.copy.copying import Copier  # noqa: E402
 from dlrover.snapshot.files.dcp_file import DcpItem, dcp_image, encode_table, next_place  # noqa: E402
 from dlrover.snapshot.files.direct_io import image_chunks  # noqa: E402
-from dlrover.snapshot.files.file_kinds import file_image, write_kind  # noqa: E402
 from dlrover.snapshot.memory.contents import DISTCP, RAW, Contents, FileEntry, decode_contents, encode_contents  # noqa: E402
 from dlrover.snapshot.memory.layout import Layout  # noqa: E402
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter  # noqa: E402
 from dlrover.snapshot.memory.segment_format import Owner, SegmentInvalid  # noqa: E402
+from dlrover.snapshot.storage.file_kinds import file_image, write_kind  # noqa: E402
 from dlrover.snapshot.storage.storage import LocalStorage  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import make_skeleton  # noqa: E402

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.cli.options.namespace import _parsed
+from dlrover.cli.launch.namespace import _parsed
 from dlrover.cli.options.parser import ValueOrigin
 from dlrover.protocol.errors import ConfigError
 from dlrover.trainer.torch.elastic_run import parse_args, run
