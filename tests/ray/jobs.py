@@ -143,10 +143,16 @@ class RunningRayJob:
         return until(look, lambda: f"no step {goal} of {world_size} workers\n{self.output()}", deadline=240.0)
 
     def workers(self) -> dict[int, int]:
-        """pid by global rank, of the newest round."""
-        steps = self.steps()
-        newest = max(step.round for step in steps)
-        return {step.global_rank: step.pid for step in steps if step.round == newest}
+        """pid by global rank, of the newest round. Each rank writes its own file, so the last one may still be missing."""
+
+        def look() -> dict[int, int] | None:
+            steps = self.steps()
+            newest = max((step.round for step in steps), default=0)
+            world = [step for step in steps if step.round == newest]
+            found = {step.global_rank: step.pid for step in world}
+            return found if world and len(found) == world[0].world_size else None
+
+        return until(look, lambda: f"not all workers of the newest round did a step\n{self.output()}")
 
 
 def dlrover(*words: str) -> list[str]:

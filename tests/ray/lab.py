@@ -37,6 +37,7 @@ class RayLab:
             "temp_dir": directory,
             **({"_system_config": settings} if settings else {}),
         }
+        make_address_directory()
         self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.address: str = self.cluster.address
         self.connect()
@@ -95,6 +96,12 @@ class RayLab:
 
     def await_nothing_left(self, *needles: str) -> None:
         until(lambda: not self.leftovers(*needles), lambda: f"left behind: {self.leftovers(*needles)}")
+
+
+def make_address_directory() -> None:
+    """Ray writes the address of a new cluster into its default directory, and fails on a machine where that is missing."""
+    parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    os.makedirs(os.path.join(parent, "ray"), exist_ok=True)
 
 
 def patiently(start: Callable[[], Any]) -> Any:
