@@ -55,6 +55,7 @@ class Lab:
             "include_dashboard": False,
             "temp_dir": self._folder.name,
         }
+        os.makedirs(default_directory(), exist_ok=True)
         self._cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         for _ in range(3):
             patiently(lambda: self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES))
@@ -79,6 +80,11 @@ class Lab:
         self._ray.shutdown()
         self._cluster.shutdown()
         self._folder.cleanup()
+
+
+def default_directory() -> str:
+    """Where Ray writes the address of a new cluster, whatever `temp_dir` says; it fails if that directory is missing."""
+    return os.path.join(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")
 
 
 def patiently(start: Callable[[], Any]) -> Any:
