@@ -3,6 +3,7 @@ Large workers: how long a job stands still when one of its two workers is killed
 
     python benchmarks/large_workers.py                                        this environment, about 10 minutes
     python benchmarks/large_workers.py --other OTHER/.venv/bin/dlrover-run    beside another one, in turn
+    python benchmarks/large_workers.py --other-source OTHER                   beside another source tree, in this environment
     python benchmarks/large_workers.py --gib 0,4 --kills 10 --json large.json
 
 The kernel frees the memory of a killed worker before it closes its sockets or tells its parent. This measures what of that the job waits for. The
@@ -37,6 +38,9 @@ def main() -> int:
     )
     parser.add_argument("--other", type=Path, help="dlrover-run of another environment, measured in turn with this one")
     parser.add_argument(
+        "--other-source", type=Path, help="directory of another version's source, run by this environment's Python"
+    )
+    parser.add_argument(
         "--hang-timeout", type=float, default=60.0, help="seconds without a new step (default %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="for the moments of the kills")
@@ -46,6 +50,8 @@ def main() -> int:
     if args.other is not None:
         command = (str(args.other), *launchers[OURS].command[1:])
         launchers[OTHER] = replace(launchers[OURS], name=OTHER, command=command, python=args.other.parent / "python")
+    if args.other_source is not None:
+        launchers[OTHER] = of_source(launchers[OURS], args.other_source.resolve())
     results = {(float(gib), name): Result(f"{name}, {gib} GiB") for gib in args.gib.split(",") for name in launchers}
     with measuring("large-workers-") as folder:
         measure(results, launchers, args, folder)
@@ -53,6 +59,14 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results.values()], indent=1) + "\n")
     return 0 if all(result.recoveries for result in results.values()) else 1
+
+
+def of_source(launcher: Launcher, source: Path) -> Launcher:
+    """The same launcher, with another version's modules found first, by every process that it starts."""
+    code = "import sys; from dlrover.cli.run import main; sys.exit(main())"
+    command = (str(launcher.python), "-c", code, *launcher.command[1:])
+    environment = {**launcher.environment, "PYTHONPATH": str(source)}
+    return replace(launcher, name=OTHER, command=command, environment=environment)
 
 
 def measure(

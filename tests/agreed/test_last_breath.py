@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from dlrover.agreed.last_breath import Offer, plan_breath
 
 OFFERS = st.lists(
-    st.builds(Offer, st.integers(0, 7), st.integers(40, 42), st.integers(0, 1), st.sampled_from([None, 0, 1])),
+    st.builds(
+        Offer, st.integers(0, 7), st.integers(40, 42), st.integers(0, 1), st.sampled_from([None, 0, 1]), st.booleans()
+    ),
     max_size=8,
     unique_by=lambda offer: offer.local_rank,
 )
@@ -62,10 +64,37 @@ def test_the_step_before_is_saved_if_only_that_one_has_all_its_pieces() -> None:
     assert (plan.step, plan.holders, plan.doubt) == (56, (2, 3), "")
 
 
+def test_a_survivor_with_all_gradients_finishes_the_step_of_the_others() -> None:
+    plan = plan_breath([Offer(0, 57, 9, 5), Offer(3, 56, 8, 6, can_finish=True)], 0)
+    assert (plan.step, plan.holders, plan.doubt, plan.finishers) == (57, (), "", (3,))
+
+
+def test_all_survivors_with_all_gradients_finish_because_the_lost_worker_may_have_finished() -> None:
+    plan = plan_breath([Offer(0, 56, 9, 5, can_finish=True), Offer(3, 56, 8, 6, can_finish=True)], 0)
+    assert (plan.step, plan.finishers) == (57, (0, 3))
+
+
+def test_no_step_is_finished_of_which_a_piece_has_no_gradients() -> None:
+    plan = plan_breath([Offer(0, 56, 9, 5, can_finish=True), Offer(3, 56, 8, 6)], 0)
+    assert (plan.step, plan.holders, plan.finishers) == (56, (0, 3), ())
+
+
+def test_no_step_is_finished_that_is_whole_elsewhere() -> None:
+    plan = plan_breath([Offer(0, 57, 9, 5), Offer(2, 56, 7, 5, can_finish=True)], 0)
+    assert (plan.step, plan.holders, plan.finishers) == (57, (0,), ())
+
+
 @given(OFFERS, st.integers(0, 2))
 def test_whoever_saves_has_the_newest_step_and_no_survivor_says_otherwise(offers: list[Offer], num_silent: int) -> None:
     plan = plan_breath(offers, num_silent)
-    assert bool(plan.holders) != bool(plan.doubt)
+    assert [bool(plan.holders), bool(plan.doubt), bool(plan.finishers)].count(True) == 1
+    if plan.finishers:
+        steps = {offer.local_rank: (offer.step, offer.piece) for offer in offers}
+        assert {steps[rank][0] + 1 for rank in plan.finishers} == {plan.step}
+        then = {piece for step, piece in steps.values() if step == plan.step} | {
+            steps[rank][1] for rank in plan.finishers
+        }
+        assert then == {offer.piece for offer in offers}, "the step will be whole"
     holders = [offer for offer in offers if offer.local_rank in plan.holders]
     if plan.holders:
         assert num_silent == 0

@@ -28,7 +28,7 @@ from dlrover.agent.decisions.acts import (
     TellMaster,
     Waiting,
 )
-from dlrover.agent.decisions.departure import Departure, Urgency, broken, dismissed, ended, without_master
+from dlrover.agent.decisions.departure import Departure, Urgency, broken, dismissed, ended, paused, without_master
 from dlrover.agent.decisions.joining import Joining, Membership, WorkerFacts
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.messages.check import ReportCheck
@@ -192,7 +192,7 @@ class AgentDecisions:
             case End():
                 return self._depart(ended(wish))
             case Leave():
-                return self._depart(dismissed(wish.reason, wish.exit_code))
+                return self._depart(paused(wish.reason) if wish.is_pause else dismissed(wish.reason, wish.exit_code))
             case _:
                 assert_never(wish)
 

@@ -96,6 +96,21 @@ def dismissed(reason: str, exit_code: int = 0, *, urgency: Urgency = Urgency.WIS
     )
 
 
+def paused(reason: str) -> Departure:
+    """The job goes on later, on other nodes: the workers have their time to end, and what they hold in memory is saved."""
+    return Departure(
+        urgency=Urgency.WISH,
+        cause=StopCause.END_OF_JOB,
+        farewell=LeaveReason.DISMISSED,
+        notice=reason,
+        is_farewell_first=True,
+        exit_code=0,
+        message=f"This node left the job: {reason}.",
+        is_job_alive=True,
+        is_break=True,
+    )
+
+
 def broken(message: str) -> Departure:
     """This node cannot go on: the master refused it for good, or workers cannot be started here."""
     return Departure(

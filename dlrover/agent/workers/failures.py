@@ -22,7 +22,7 @@ from dlrover.agent.workers.log_patterns import LogVerdict, find_node_error, log_
 from dlrover.agent.workers.process_tree import Exit
 from dlrover.agreed.lost_peers import mentions_lost_peer, tells_of_lost_peer
 from dlrover.host import cgroup
-from dlrover.host.shared_page.breath_page import EXIT_LAST_BREATH
+from dlrover.host.shared_page.breath_words import EXIT_LAST_BREATH
 from dlrover.host.signals import signal_name
 from dlrover.protocol.messages.job import MAX_FAILURE_BYTES, MAX_MESSAGE_BYTES, FailureKind, Micros, WorkerFailure
 from dlrover.protocol.text import encodable

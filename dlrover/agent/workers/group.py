@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dlrover.agent.config import AgentConfig, EntryKind
+from dlrover.agent.decisions.last_breath import DEATHS
+from dlrover.agent.monitor.config_tuner import FILE_NAME
 from dlrover.agent.monitor.progress import WorkerWatch
 from dlrover.agent.workers.failures import Evidence, could_not_start, count_oom_kills, describe_failure
 from dlrover.agent.workers.last_breath import Survivor, take_last_breath
@@ -34,7 +36,7 @@ from dlrover.agreed.reach import NOTHING_TOLD
 from dlrover.host.shared_page.breath_page import BreathPage
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages.job import FailureKind, Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
+from dlrover.protocol.messages.job import Micros, NodeRank, StopCause, WorkerFailure, WorldSpec
 from dlrover.protocol.messages.watch import Reach
 
 _log = logging.getLogger(__name__)
@@ -51,8 +53,6 @@ ALIKE_PATIENCE = 2.0
 Seconds that the other workers have to fail alike after the first one may have met a mistake in the script. Only before the
 first step of the job. Workers of one node begin within a tenth of a second of each other, those of several within a second.
 """
-_DEATHS = (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY, FailureKind.PEER_LOST, FailureKind.STOPPED_BY_US)
-"""Failures that say nothing against the state of the other workers."""
 _PORTS = range(20_000, 30_000)
 """
 Below the range from which the kernel takes source ports of outgoing connections: none can take an offered port by
@@ -261,7 +261,7 @@ class WorkerGroup:
     async def _save_last_step(self) -> None:
         """If all that still run have a guard, and none that failed here has met an error of the script."""
         told = [worker.failure for worker in self._workers if worker.failure is not None]
-        if self._watch is None or not all(failure.kind in _DEATHS for failure in told):
+        if self._watch is None or not all(failure.kind in DEATHS for failure in told):
             return
         live = [worker for worker in self._workers if worker.exit is not None and not worker.exit.done()]
         survivors = []
@@ -482,7 +482,7 @@ def worker_environment(
             "DLROVER_MAX_NODES": str(config.terms.limits.max_nodes),
             "DLROVER_NODE_RANK": str(node_rank),
             "DLROVER_LOCAL_RANK": str(local_rank),
-            "DLROVER_PARAL_CONFIG_PATH": os.path.join(config.runtime_dir, "auto_paral_config.json"),
+            "DLROVER_PARAL_CONFIG_PATH": os.path.join(config.runtime_dir, FILE_NAME),
             "RUNTIME_METRICS_PATH": os.path.join(config.runtime_dir, "runtime_metrics.json"),
         }
     )

@@ -8,38 +8,14 @@ interpreter of a main thread that is inside a collective: a side thread of the w
 from __future__ import annotations
 
 import ctypes
-import enum
 import os
 import time
 
 from dlrover.host.shared_page import futex
+from dlrover.host.shared_page.breath_words import BreathAnswer, BreathOrder
 
 OFFSET = 1024
 """From the beginning of the room of `death_notice`."""
-EXIT_LAST_BREATH = 86
-"""Exit code of a worker that ended because a peer was lost, after its last step was taken care of."""
-
-
-class BreathOrder(enum.IntEnum):
-    """The agent's word."""
-
-    NONE = 0
-    OFFER = 1
-    """A peer is lost: end the step that is broken, and say which step you have whole."""
-    SAVE = 2
-    """Write what you have offered to memory, then end."""
-    LEAVE = 3
-    """End without saving."""
-
-
-class BreathAnswer(enum.IntEnum):
-    """The worker's word."""
-
-    NONE = 0
-    OFFERED = 1
-    SAVED = 2
-    REFUSED = 3
-    """There is a doubt about the state: as if there were no guard."""
 
 
 class _Layout(ctypes.Structure):
@@ -51,6 +27,8 @@ class _Layout(ctypes.Structure):
         ("step", ctypes.c_int64),
         ("digest", ctypes.c_uint64),
         ("piece", ctypes.c_uint64),
+        ("can_finish", ctypes.c_uint32),
+        ("num_ready", ctypes.c_uint32),
     ]
 
 
@@ -101,16 +79,38 @@ class BreathPage:
         futex.wake(self._address + _Layout.answer.offset)
 
     @property
-    def offer(self) -> tuple[int, int, int | None]:
-        """Step, digest, and which piece of the state it is, None: the whole. Meant once `answer` is OFFERED."""
+    def offer(self) -> tuple[int, int, int | None, bool]:
+        """
+        Step, digest, which piece of the state it is (None: the whole), and whether the worker can finish the next step as well. Valid once `answer`
+        is OFFERED or FINISHED.
+        """
         words = self._words
-        return words.step, words.digest, words.piece if words.is_piece else None
+        return words.step, words.digest, words.piece if words.is_piece else None, bool(words.can_finish)
 
     @offer.setter
-    def offer(self, offer: tuple[int, int, int | None]) -> None:
+    def offer(self, offer: tuple[int, int, int | None, bool]) -> None:
         words = self._words
-        words.step, words.digest, piece = offer
+        words.step, words.digest, piece, can_finish = offer
         words.is_piece, words.piece = piece is not None, piece or 0
+        words.can_finish = can_finish
+
+    @property
+    def num_ready(self) -> int:
+        """How many steps of this worker had all their gradients. Its peers wait for this."""
+        return int(self._words.num_ready)
+
+    @num_ready.setter
+    def num_ready(self, value: int) -> None:
+        self._words.num_ready = value
+        self.wake_peers()
+
+    def wake_peers(self) -> None:
+        """Who waits for `num_ready` looks again."""
+        futex.wake(self._address + _Layout.num_ready.offset)
+
+    def wait_while_ready(self, value: int, timeout: float) -> None:
+        """Until `num_ready` is another than this one, `wake_peers` is called, or the time is over."""
+        futex.wait_while(self._address + _Layout.num_ready.offset, value, timeout)
 
     def wait_for_order(self, than: BreathOrder, timeout: float | None) -> BreathOrder:
         """Until it is another than this one, or the time is over."""

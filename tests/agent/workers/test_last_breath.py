@@ -15,12 +15,14 @@ import pytest
 from dlrover.agent.workers.last_breath import Survivor, take_last_breath
 from dlrover.agent.workers.process_tree import ProcessTree
 from dlrover.agreed.last_breath import Plan
-from dlrover.host.shared_page.breath_page import EXIT_LAST_BREATH, BreathPage
+from dlrover.host.shared_page.breath_page import BreathPage
+from dlrover.host.shared_page.breath_words import EXIT_LAST_BREATH
 from tests.agent.lab import DEADLINE, code_of, start_process, until, write
 
 WORKER = """
     import os, signal, sys
-    from dlrover.host.shared_page.breath_page import EXIT_LAST_BREATH, BreathAnswer, BreathOrder, BreathPage
+    from dlrover.host.shared_page.breath_page import BreathPage
+    from dlrover.host.shared_page.breath_words import EXIT_LAST_BREATH, BreathAnswer, BreathOrder
     path, folder, rank, step, digest, conduct = sys.argv[1:]
     page = BreathPage.open(path, 0)
     page.is_guarded = conduct != "unguarded"
@@ -30,14 +32,24 @@ WORKER = """
         signal.pause()
     if conduct == "dies at the order":
         os.kill(os.getpid(), signal.SIGKILL)
-    piece = int(conduct.removeprefix("piece ")) if conduct.startswith("piece ") else None
-    page.offer = (int(step), int(digest), piece)
+    piece = int(conduct.split()[1]) if conduct.startswith("piece ") else None
+    page.offer = (int(step), int(digest), piece, "can finish" in conduct)
     page.answer = BreathAnswer.REFUSED if conduct == "refuses" else BreathAnswer.OFFERED
     if conduct == "refuses":
         os._exit(EXIT_LAST_BREATH)
     if conduct == "dies after its offer":
         os.kill(os.getpid(), signal.SIGKILL)
-    if page.wait_for_order(BreathOrder.OFFER, None) is BreathOrder.SAVE:
+    order = page.wait_for_order(BreathOrder.OFFER, None)
+    if order is BreathOrder.FINISH:
+        if conduct.endswith("dies over it"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if conduct.endswith("and refuses"):
+            page.answer = BreathAnswer.REFUSED
+            os._exit(EXIT_LAST_BREATH)
+        page.offer = (int(step) + 1, int(digest) + 1, piece, False)
+        page.answer = BreathAnswer.FINISHED
+        order = page.wait_for_order(BreathOrder.FINISH, None)
+    if order is BreathOrder.SAVE:
         if conduct == "dies while it saves":
             os.kill(os.getpid(), signal.SIGKILL)
         if conduct == "never saves":
@@ -112,6 +124,33 @@ async def test_of_a_state_in_pieces_every_survivor_saves_its_own(node: Node) -> 
     assert (plan.step, plan.is_cut) == (57, True)
     assert node.saved == ["saved0", "saved1"], "the third is behind, and the second has its piece"
     assert await node.codes() == [EXIT_LAST_BREATH] * 3
+
+
+async def test_who_has_all_gradients_finishes_the_step_that_others_have_finished(node: Node) -> None:
+    await node.start((57, 9, "piece 0"), (56, 7, "piece 1 can finish"))
+    plan = await node.breathe()
+    assert plan is not None
+    assert (plan.step, plan.holders) == (57, (0, 1))
+    assert node.saved == ["saved0", "saved1"]
+    assert await node.codes() == [EXIT_LAST_BREATH] * 2
+
+
+async def test_the_lost_worker_may_have_finished_the_step_so_the_others_do(node: Node) -> None:
+    await node.start((56, 8, "piece 0 can finish"), (56, 7, "piece 1 can finish"))
+    plan = await node.breathe()
+    assert plan is not None
+    assert plan.step == 57
+    assert node.saved == ["saved0", "saved1"]
+
+
+@pytest.mark.parametrize(("end", "codes"), [("dies over it", -signal.SIGKILL), ("and refuses", EXIT_LAST_BREATH)])
+async def test_one_that_cannot_finish_its_step_leaves_nobody_waiting(node: Node, end: str, codes: int) -> None:
+    await node.start((57, 9, "piece 0"), (56, 7, f"piece 1 can finish {end}"), (56, 7, "piece 1"))
+    plan = await node.breathe()
+    assert plan is not None
+    assert plan.holders == ()
+    assert node.saved == []
+    assert await node.codes() == [EXIT_LAST_BREATH, codes, EXIT_LAST_BREATH]
 
 
 async def test_who_is_ahead_by_one_step_saves(node: Node) -> None:

@@ -14,11 +14,9 @@ from tests.integration.jobs import DEADLINE, SCRIPTS, JobFactory, wait_until
 
 SAVE_EVERY = 20
 NUM_STEPS = 160
-ALLOWED_DOUBTS = ("of the survivors did not answer", "is missing")
-"""
-On a busy machine an answer may take longer than 2 s. Of a state in pieces, the survivors of one may be a step ahead of all survivors of another. The
-agent says so, and the job goes back to its snapshot; its bits stay the same.
-"""
+"""For six kills. A busy machine may be many steps further before it kills."""
+ALLOWED_DOUBT = "of the survivors did not answer"
+"""On a busy machine an answer may take longer than 2 s. The agent says so, and the job goes back to its snapshot; its bits stay the same."""
 
 
 class Lives:
@@ -50,11 +48,13 @@ class Lives:
         return found
 
 
-def train(jobs: JobFactory, folder: Path, num_ranks: int, *options: str) -> tuple[object, Lives]:
+def train(
+    jobs: JobFactory, folder: Path, num_ranks: int, *options: str, num_steps: int = NUM_STEPS
+) -> tuple[object, Lives]:
     folder.mkdir()
     is_cut = "hsdp" in options
     script = SCRIPTS / ("guarded_hsdp.py" if is_cut else "guarded_steps.py")
-    words = (folder, str(NUM_STEPS), str(SAVE_EVERY), *(() if is_cut else options))
+    words = (folder, str(num_steps), str(SAVE_EVERY), *(() if is_cut else options))
     job = jobs.start("dlrover-run", f"--nproc-per-node={num_ranks}", "--max-restarts=50", script, *words)
     return job, Lives(folder, num_ranks)
 
@@ -80,13 +80,17 @@ def test_the_bits_are_those_of_an_undisturbed_run(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-@KINDS
+@pytest.mark.parametrize(
+    ("num_ranks", "num_kills", "options"),
+    [(2, 20, ()), (4, 20, ("unused",)), (2, 20, ("loop",)), (2, 20, ("elastic",)), (4, 20, ("hsdp",))],
+    ids=["ddp", "unused-parameters", "loop", "elastic-trainer", "hsdp"],
+)
 def test_no_step_is_repeated(
     jobs: JobFactory, tmp_path: Path, num_ranks: int, num_kills: int, options: tuple[str, ...]
 ) -> None:
     """For a quiet machine."""
     lives, err = kill_at_random(jobs, tmp_path, num_ranks, num_kills, options)
-    if not any(doubt in err for doubt in ALLOWED_DOUBTS):
+    if ALLOWED_DOUBT not in err:
         assert all(len(steps) == len(set(steps)) for steps in lives.steps()), (lives.begins(), err)
 
 
@@ -95,8 +99,9 @@ def kill_at_random(
 ) -> tuple[Lives, str]:
     """A job with kills beside an undisturbed one: both end with the same bits. What the first did, and its console."""
     chance = random.Random(num_ranks + num_kills)
-    undisturbed, calm = train(jobs, directory / "calm", num_ranks, *options)
-    job, lives = train(jobs, directory / "killed", num_ranks, *options)
+    length = max(NUM_STEPS, 40 * num_kills)
+    undisturbed, calm = train(jobs, directory / "calm", num_ranks, *options, num_steps=length)
+    job, lives = train(jobs, directory / "killed", num_ranks, *options, num_steps=length)
     for life in range(num_kills):
         num_steps = SAVE_EVERY + 3 if life == 0 else chance.randint(2, 6)
         wait_until(lambda life=life, num_steps=num_steps: lives.pids(life, num_steps), explain=lambda: job.err)
@@ -105,7 +110,7 @@ def kill_at_random(
     assert job.wait(DEADLINE) == 0, job.err
     assert undisturbed.wait(DEADLINE) == 0, undisturbed.err
     assert all(len(begins) == num_kills + 1 for begins in lives.begins())
-    assert all(steps[-1] == NUM_STEPS for steps in lives.steps())
+    assert all(steps[-1] == length for steps in lives.steps())
     assert len(lives.ends()) == 1
     assert lives.ends() == calm.ends()
     return lives, job.err

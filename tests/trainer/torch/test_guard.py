@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.host.shared_page.breath_page import EXIT_LAST_BREATH, BreathAnswer, BreathOrder, BreathPage
+from dlrover.host.shared_page.breath_page import BreathPage
+from dlrover.host.shared_page.breath_words import EXIT_LAST_BREATH, BreathAnswer, BreathOrder
 from dlrover.protocol.progress_page import DEATH_NOTICE_AT, ProgressPage
 
 DEADLINE = 120.0
@@ -20,11 +21,16 @@ SCRIPT = """
     import torch
     import torch.distributed as dist
     import dlrover
+    from dlrover.host.shared_page.breath_page import BreathPage
+    from dlrover.protocol.progress_page import DEATH_NOTICE_AT
+    from dlrover.trainer.torch.resilience.meeting import Meeting
     from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
     folder, conduct = sys.argv[1:]
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    model = torch.nn.Linear(4, 4)
+    if conduct == "meets":  # as if the state were cut, and the test the second worker
+        Meeting.open = lambda own, models: Meeting(own, [BreathPage.open(os.environ["PEER"], DEATH_NOTICE_AT)])
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = DdpCheckpointer(folder)
 
@@ -39,7 +45,7 @@ SCRIPT = """
         if conduct.endswith("breaks") and step == 3:
             print("broken", flush=True)
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
-        model(torch.ones(2, 4)).sum().backward()
+        model(torch.rand(2, 4)).sum().backward()
         optimizer.step()
 
     for step in range(1, 5):
@@ -62,6 +68,8 @@ class Worker:
         self._folder = folder
         self._progress = ProgressPage()
         self.page = BreathPage(self._progress.descriptor, DEATH_NOTICE_AT)
+        self._peer_progress = ProgressPage()
+        self.peer = BreathPage(self._peer_progress.descriptor, DEATH_NOTICE_AT)
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, conduct: str) -> subprocess.Popen[str]:
@@ -69,6 +77,7 @@ class Worker:
             "PATH": "/usr/bin:/bin",
             "DLROVER_AGENT_SOCKET": str(self._folder / "none"),
             "DLROVER_PROGRESS_PAGE": self._progress.path,
+            "PEER": self._peer_progress.path,
             "DLROVER_SNAPSHOT_HOME": str(self._folder / "home" / "node-0"),
             "OMP_NUM_THREADS": "1",
         }
@@ -83,8 +92,9 @@ class Worker:
             self.process.kill()
             with self.process:
                 self.process.communicate()
-        self.page.close()
-        self._progress.close()
+        for page, progress in ((self.page, self._progress), (self.peer, self._peer_progress)):
+            page.close()
+            progress.close()
 
 
 @pytest.fixture
@@ -108,8 +118,39 @@ def test_a_step_that_breaks_is_undone_and_the_one_before_is_offered_and_saved(wo
     assert worker.page.is_guarded
     worker.page.order = BreathOrder.OFFER
     assert worker.page.wait_for_answer(BreathAnswer.NONE, DEADLINE) is BreathAnswer.OFFERED
-    step, _digest, piece = worker.page.offer
-    assert (step, piece) == (2, None)
+    step, _digest, piece, can_finish = worker.page.offer
+    assert (step, piece, can_finish) == (2, None, False)
+    worker.page.order = BreathOrder.SAVE
+    assert worker.page.wait_for_answer(BreathAnswer.OFFERED, DEADLINE) is BreathAnswer.SAVED
+    assert process.wait(DEADLINE) == EXIT_LAST_BREATH
+
+
+def start_and_wait_in_the_third_step(worker: Worker) -> subprocess.Popen[str]:
+    process = worker.start("meets")
+    worker.peer.num_ready = 2
+    lines_until(process, "done 2")
+    worker.page.order = BreathOrder.OFFER
+    assert worker.page.wait_for_answer(BreathAnswer.NONE, DEADLINE) is BreathAnswer.OFFERED
+    step, _digest, _piece, can_finish = worker.page.offer
+    assert (step, can_finish, worker.page.num_ready) == (2, True, 3)
+    return process
+
+
+def test_a_worker_that_waits_for_the_others_finishes_its_step_if_the_agent_wants_it(worker: Worker) -> None:
+    process = start_and_wait_in_the_third_step(worker)
+    before = worker.page.offer
+    worker.page.order = BreathOrder.FINISH
+    assert worker.page.wait_for_answer(BreathAnswer.OFFERED, DEADLINE) is BreathAnswer.FINISHED
+    step, digest, _piece, can_finish = worker.page.offer
+    assert (step, can_finish) == (3, False)
+    assert digest != before[1]
+    worker.page.order = BreathOrder.SAVE
+    assert worker.page.wait_for_answer(BreathAnswer.FINISHED, DEADLINE) is BreathAnswer.SAVED
+    assert process.wait(DEADLINE) == EXIT_LAST_BREATH
+
+
+def test_a_worker_that_waits_for_the_others_saves_the_step_before_if_the_agent_wants_that(worker: Worker) -> None:
+    process = start_and_wait_in_the_third_step(worker)
     worker.page.order = BreathOrder.SAVE
     assert worker.page.wait_for_answer(BreathAnswer.OFFERED, DEADLINE) is BreathAnswer.SAVED
     assert process.wait(DEADLINE) == EXIT_LAST_BREATH

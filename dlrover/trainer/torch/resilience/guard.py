@@ -19,13 +19,14 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from dlrover.agreed.lost_peers import tells_of_lost_peer
+from dlrover.trainer.torch.resilience.buffers import KeptBuffers
 from dlrover.trainer.torch.resilience.last_breath import LastBreath
+from dlrover.trainer.torch.resilience.meeting import Meeting
 from dlrover.trainer.torch.resilience.recipe import DoubtError, Sources
 from dlrover.trainer.torch.resilience.saves import save_log
 
@@ -45,17 +46,17 @@ class StepGuard:
         self._num_done = 0
         self._is_inside = False
         self._num_stepped = 0
-        """Steps of optimizers since the guard was entered."""
+        """Steps of optimizers that began since the guard was entered."""
         self._is_whole = True
         """Nothing of a step is done that is not finished."""
         self._breath: LastBreath | None = None
+        self._meeting: Meeting | None = None
         self._is_opened = False
         self._seen = 0
         """How many saves and restores are taken into account."""
         self._doubt = ""
-        self._buffers: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []
-        """As the buffers were when the guard was entered: a forward pass changes those of a batch norm."""
+        self._buffers: KeptBuffers | None = None
+        """As they were when the guard was entered: a forward pass changes those of a batch norm."""
 
     def __enter__(self) -> None:
         self.enter()
@@ -79,8 +80,8 @@ class StepGuard:
         if is_first:
             self._num_stepped = 0
             self._is_whole = False
-            if self._kept:
-                self._keep_buffers()
+            if self._buffers is not None:
+                self._keep(self._buffers, breath)
         self._is_inside = True
 
     def leave(self, error: BaseException | None = None, *, is_last: bool = True) -> None:
@@ -106,10 +107,10 @@ class StepGuard:
         self._breath = LastBreath.open()
         if self._breath is None:
             return
-        self._buffers = [buffer for model in self._sources.models for buffer in model.buffers()]
-        self._kept = [buffer.detach().clone() for buffer in self._buffers]
+        self._buffers = KeptBuffers(self._sources.models)
+        self._meeting = self._breath.open_meeting(self._sources.models)
         for each in self._sources.optimizers:
-            each.register_step_post_hook(self._note_step)
+            each.register_step_pre_hook(self._before_step)
         save_log().count_with(lambda: self._num_done + self._is_inside)
 
     def _learn(self, breath: LastBreath) -> None:
@@ -127,15 +128,13 @@ class StepGuard:
             breath.is_announced = False
             log.warning("If a worker is lost, its job goes back to the newest snapshot: %s.", error)
 
-    def _keep_buffers(self) -> None:
+    def _keep(self, buffers: KeptBuffers, breath: LastBreath) -> None:
         try:
-            with torch.no_grad():
-                torch._foreach_copy_(self._kept, self._buffers)
-        except RuntimeError as error:
-            self._kept = []
-            self._doubt = f"a buffer of the model has changed its shape ({error})"
-            if self._breath is not None:
-                self._breath.is_announced = False
+            buffers.keep()
+        except (RuntimeError, KeyError, TypeError) as error:
+            self._buffers = None
+            self._doubt = f"a buffer of the model cannot be kept ({error})"
+            breath.is_announced = False
 
     def _is_peer_lost(self, breath: LastBreath, error: BaseException) -> bool:
         if breath.is_due:
@@ -144,12 +143,27 @@ class StepGuard:
             return False
         return tells_of_lost_peer(f"{type(error).__name__}: {error}") and breath.wait_until_due()
 
-    def _end(self, breath: LastBreath) -> None:
-        if not self._is_whole and self._kept:
+    def _end(self, breath: LastBreath) -> NoReturn:
+        self._offer(breath)
+        raise AssertionError("a worker that has no more to finish ends")
+
+    def _offer(self, breath: LastBreath, *, can_finish: bool = False) -> None:
+        """Returns only if the agent wants this step finished."""
+        buffers = self._buffers
+        if not self._is_whole and buffers is not None:
             # What the body may have changed before its last collective.
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._kept)
-        breath.end(self._num_done, self._build, {buffer.data_ptr() for buffer in self._buffers})
+            self._note_doubt(buffers.put_back)
+        breath.offer(
+            self._num_done, self._build, set() if buffers is None else buffers.addresses, can_finish=can_finish
+        )
+        if buffers is not None:
+            buffers.put_back()
+
+    def _note_doubt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except DoubtError as error:
+            self._doubt = str(error)
 
     def _build(self, shape: dict[str, Any], old_step: int, step: int) -> dict[str, Any]:
         if self._doubt:
@@ -158,8 +172,14 @@ class StepGuard:
             raise DoubtError("an optimizer has stepped in the step that broke")
         return self._sources.build(shape, old_step, step)
 
-    def _note_step(self, *_details: object) -> None:
-        self._num_stepped += self._is_inside
+    def _before_step(self, *_details: object) -> None:
+        if not self._is_inside:
+            return
+        breath, meeting = self._breath, self._meeting
+        assert breath is not None, "opened"
+        if meeting is not None and not self._num_stepped and not meeting.is_complete_after_wait(lambda: breath.is_due):
+            self._offer(breath, can_finish=True)
+        self._num_stepped += 1
 
 
 def _is_over_gloo() -> bool:

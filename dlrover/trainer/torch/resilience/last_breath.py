@@ -13,15 +13,17 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 from dlrover.agreed.last_breath import LIMIT
-from dlrover.host.shared_page.breath_page import EXIT_LAST_BREATH, BreathAnswer, BreathOrder, BreathPage
+from dlrover.host.shared_page.breath_page import BreathPage
+from dlrover.host.shared_page.breath_words import EXIT_LAST_BREATH, BreathAnswer, BreathOrder
 from dlrover.protocol.progress_page import DEATH_NOTICE_AT
 from dlrover.trainer import environment
+from dlrover.trainer.torch.resilience.meeting import Meeting
 from dlrover.trainer.torch.resilience.recipe import DoubtError, digest_of, piece_of
-from dlrover.trainer.torch.resilience.saves import save_log
+from dlrover.trainer.torch.resilience.saves import KnownSave, save_log
 
 log = logging.getLogger("dlrover.trainer.resilience")
 
@@ -37,6 +39,8 @@ class LastBreath:
     def __init__(self, page: BreathPage) -> None:
         self._page = page
         self._pid = os.getpid()
+        self._has_offered = False
+        self._meeting: Meeting | None = None
         self._listener = threading.Thread(target=self._listen, name="last breath", daemon=True)
         self._listener.start()
 
@@ -70,12 +74,23 @@ class LastBreath:
         """After an error that looks like the loss of a peer: whether the agent says so, too."""
         return os.getpid() == self._pid and self._page.wait_for_order(BreathOrder.NONE, LIMIT) is not BreathOrder.NONE
 
-    def end(
-        self, num_done: int, build: Callable[[dict[str, Any], int, int], dict[str, Any]], unequal: Collection[int]
-    ) -> NoReturn:
+    def open_meeting(self, models: Iterable[Any]) -> Meeting | None:
+        self._meeting = Meeting.open(self._page, models)
+        return self._meeting
+
+    def offer(
+        self,
+        num_done: int,
+        build: Callable[[dict[str, Any], int, int], dict[str, Any]],
+        unequal: Collection[int],
+        *,
+        can_finish: bool = False,
+    ) -> None:
         """
-        Offer, wait, save or not, and end this process. `build` makes the state of a shape, of the old step's number and the new one's, as it is
-        after `num_done` guarded steps; `unequal` are addresses of tensors that differ from rank to rank.
+        Offer the last whole step, wait, save it or not, and end this process. `build` makes the state of a shape, of the old step's number and the
+        new one's, as it is after `num_done` guarded steps; `unequal` are addresses of tensors that differ from rank to rank.
+
+        Returns only with `can_finish`, if the agent wants the next step: then it has to be finished and offered.
         """
         known = save_log().known
         try:
@@ -88,20 +103,27 @@ class LastBreath:
             known.engine.release()
         except Exception as error:  # the edge of this process: whatever it is, the others must not wait for us
             self._refuse(error)
-        self._page.offer = (step, digest, piece)
-        self._page.answer = BreathAnswer.OFFERED
-        order = self._page.wait_for_order(BreathOrder.OFFER, _PATIENCE)
+        before = BreathOrder.FINISH if self._has_offered else BreathOrder.OFFER
+        self._page.offer = (step, digest, piece, can_finish)
+        self._page.answer = BreathAnswer.FINISHED if self._has_offered else BreathAnswer.OFFERED
+        self._has_offered = True
+        order = self._page.wait_for_order(before, _PATIENCE)
+        if order is BreathOrder.FINISH and can_finish:
+            return
         if order is BreathOrder.SAVE:
-            round_ = environment.current().round  # type: ignore[union-attr]
-            try:
-                # Pieces of one state have different digests, and one name.
-                name = f"{digest:016x}" if piece is None else "pieces"
-                known.engine.save_alone(step, parts, known.paths, f"breath-{round_}-{step}-{name}")
-            except Exception as error:  # as above
-                self._refuse(error)
-            log.warning("a worker is lost: step %d was saved to memory, and this one ends", step)
-            self._page.answer = BreathAnswer.SAVED
+            self._save(known, step, parts, digest, piece)
         _leave()
+
+    def _save(self, known: KnownSave, step: int, parts: dict[str, Any], digest: int, piece: int | None) -> None:
+        round_ = environment.current().round  # type: ignore[union-attr]
+        # Pieces of one state have different digests, and one name.
+        name = f"{digest:016x}" if piece is None else "pieces"
+        try:
+            known.engine.save_alone(step, parts, known.paths, f"breath-{round_}-{step}-{name}")
+        except Exception as error:  # the edge of this process, as above
+            self._refuse(error)
+        log.warning("a worker is lost: step %d was saved to memory, and this one ends", step)
+        self._page.answer = BreathAnswer.SAVED
 
     def _refuse(self, error: Exception) -> NoReturn:
         level = logging.WARNING if isinstance(error, DoubtError) else logging.ERROR
@@ -112,6 +134,8 @@ class LastBreath:
     def _listen(self) -> None:
         order = self._page.wait_for_order(BreathOrder.NONE, None)
         while order is BreathOrder.OFFER:
+            if self._meeting is not None:
+                self._meeting.interrupt()
             close_connections()
             order = self._page.wait_for_order(BreathOrder.OFFER, _AGAIN)
 
