@@ -30,9 +30,18 @@ class Step(NamedTuple):
 
 class ClusterJob:
     def __init__(
-        self, directory: Path, *options: str, conf: str = "counting_conf.Conf", cwd: Path = _JOB, **environ: object
+        self,
+        directory: Path,
+        *options: str,
+        conf: str = "counting_conf.Conf",
+        script: str = "",
+        cwd: Path = _JOB,
+        **environ: object,
     ) -> None:
-        """`options` of `dlrover local`; a `--no-warm` among them goes to the nodes. `environ`: for the conf class."""
+        """
+        `options` of `dlrover local`; a `--no-warm` among them goes to the nodes. `script`: runs in place of a conf class. `environ`: for the
+        conf class or the script.
+        """
         self.directory = directory
         self.name = f"tf-{directory.name}"[:40]
         self.model_dir = directory / "model"
@@ -42,9 +51,9 @@ class ClusterJob:
         command = [
             sys.executable, "-m", "dlrover.cli.main", "local", *(option for option in options if option not in of_nodes),
             "--netns", "off", "--job-name", self.name, "--log-dir", str(self._log_dir),
-            "--", *of_nodes, "-m", "dlrover.trainer.entry.local_entry", f"--conf={conf}",
+            "--", *of_nodes, *([script] if script else ["-m", "dlrover.trainer.entry.local_entry", f"--conf={conf}"]),
         ]  # fmt: skip
-        prefix = conf.partition("_")[0].upper() if "_" in conf else "CTR"
+        prefix = (script or conf).partition("_")[0].upper() if "_" in (script or conf) else "CTR"
         own = {f"{prefix}_{name.upper()}": str(value) for name, value in {"dir": directory, **environ}.items()}
         with open(self._output, "wb") as output:
             self.process = subprocess.Popen(
@@ -60,19 +69,19 @@ class ClusterJob:
         return self._output.read_text(errors="replace")
 
     @property
+    def master_log(self) -> str:
+        path = self._log_dir / "master.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
     def verdicts(self) -> list[str]:
         """What the master decided, in its own words."""
-        path = self._log_dir / "master.log"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = self.master_log.splitlines()
         return [line.split(" verdict ", 1)[1] for line in lines if " verdict " in line]
 
     def decided_at(self, text: str, count: int = 1) -> float:
         """When the master decided that, in seconds since 1970."""
-        lines = [
-            line
-            for line in (self._log_dir / "master.log").read_text(errors="replace").splitlines()
-            if " verdict " in line
-        ]
+        lines = [line for line in self.master_log.splitlines() if " verdict " in line]
         found = [line for line in lines if re.search(text, line)][count - 1]
         return datetime.strptime(found[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
@@ -106,6 +115,9 @@ class ClusterJob:
             Step(float(at), int(version), int(step)) for at, version, step in (each for each in whole if len(each) == 3)
         ]
 
+    def steps_of(self, who: str, version: int) -> list[Step]:
+        return [step for step in self.steps(who) if step.version == version]
+
     def pid_of(self, who: str) -> int:
         """Of the newest process of that task."""
         found = [(int(version), int(pid)) for name, version, pid in _TASK.findall(self.output) if name == who]
@@ -116,6 +128,20 @@ class ClusterJob:
         at = time.time()
         os.kill(self.pid_of(who), number)
         return at
+
+    def hold(self, where: str) -> None:
+        """Processes that come there stay: saving, restoring, stepping."""
+        self._marker("reached", where).unlink(missing_ok=True)
+        self._marker("hold", where).touch()
+
+    def wait_for_held(self, where: str) -> None:
+        self.wait_until(f"somebody is {where}", self._marker("reached", where).exists)
+
+    def let_go(self, where: str) -> None:
+        self._marker("hold", where).unlink()
+
+    def _marker(self, what: str, where: str) -> Path:
+        return self.directory / f"{what}-{where}"
 
     def kill_master(self) -> None:
         [master] = [

@@ -6,6 +6,7 @@ the evaluator's and begins the next version. What crosses from one version to th
 
     GATHERING → RESTORING → TRAINING → PARKING → SAVING → GATHERING of the next version
 
+For a save that shall be exact (`exact_saves`) the way leads from SAVING back to TRAINING of the same version.
 A loss of a server goes to GATHERING at once. Workers, and a chief beside living variables, come and go within a version.
 
 Values in, sentences out: this room knows neither the platform nor the agents. `look` compares what is there with what shall be there, and may be
@@ -29,7 +30,7 @@ from dlrover.protocol.messages.job import Idle, Run, Wait, Wish, WorldSpec
 GATHER_PATIENCE = 600.0
 """Seconds for a wanted server to come. Then the job goes on with those that are there."""
 RESTORE_PATIENCE = 600.0
-"""Seconds for the chief to restore. Then its process starts again."""
+"""Seconds for the chief to restore. Then the next version begins: its process may still be about to do it."""
 PARK_PATIENCE = 30.0
 """Seconds for the step that a process is in. A process that is not parked by then is ended."""
 SAVE_PATIENCE = 300.0
@@ -109,6 +110,9 @@ class Cluster(Struct, kw_only=True):
     saved_step: int = FRESH
     cut: int = 0
     """Consumption is booked under this number: what was reported before a save has a lower one than what was reported after it."""
+    is_only_saving: bool = False
+    """PARKING and SAVING serve a save of the chief's own cadence: whatever disturbs it, the version goes on."""
+    num_parks: int = 0
     has_failure: bool = False
     """Some server did not come in time, and the job went on without it."""
     is_late: bool = False
@@ -129,6 +133,7 @@ class Cluster(Struct, kw_only=True):
             servers=tuple(self.addresses),
             restored_step=self.restored_step,
             saved_step=self.saved_step,
+            num_parks=self.num_parks,
             num_workers=sum(
                 process.is_at_work and process.seat.node_type is NodeType.WORKER for process in self.processes.values()
             ),
@@ -226,18 +231,28 @@ class Cluster(Struct, kw_only=True):
     def look(self, around: Surroundings, now: Micros) -> list[str]:
         """Compare what is there with what shall be there. The sentences say what follows."""
         said: list[str] = []
-        lost = self._drop_gone(around)
+        gone = self._drop_gone(around)
+        lost = [process.seat.label for process in gone if process.seat.platform in self.servers]
+        is_chief_lost = any(process.seat.node_type is NodeType.CHIEF for process in gone)
         if self.finished_at is not None:
             return said
         if lost and self.phase is not ClusterPhase.GATHERING:
             self._begin_version(f"{lost[0]} is lost", now, said)
+        if self.is_only_saving and not self._chief():
+            self._go_on("The chief was lost before it had saved: the others go on.", now, said)
         if self.phase is ClusterPhase.SAVING and not self._chief():
             self._begin_version("the chief was lost while it saved", now, said)
+        if self.phase is ClusterPhase.RESTORING and is_chief_lost:
+            # It may live on where the master cannot see it: it must not restore variables that others train.
+            self._begin_version("the chief was lost while it restored the model", now, said)
         self._start_missing(around)
         if self.phase is ClusterPhase.GATHERING:
             self._gather(around, now, said)
-        if self.phase is ClusterPhase.TRAINING and self._shall_change(around):
-            self._enter(ClusterPhase.PARKING, now)
+        is_open = self.phase is ClusterPhase.TRAINING or self.is_only_saving
+        if is_open and self._shall_change(around):
+            if not self.is_only_saving:
+                self._begin_parking(now)
+            self.is_only_saving = False
             said.append(
                 f"The parameter servers change from {len(self.servers)} to {len(around.servers)}: chief and workers park, the "
                 "chief saves, then they go on with the new ones."
@@ -256,21 +271,20 @@ class Cluster(Struct, kw_only=True):
             case ClusterPhase.GATHERING:
                 self.is_late = True
             case ClusterPhase.RESTORING:
-                chief = self._chief()
-                if chief is not None:
-                    self._restart(chief)
-                self._enter(ClusterPhase.RESTORING, now)
-                said.append(
-                    f"The chief has not restored the model within {RESTORE_PATIENCE:g} s: its process starts again."
-                )
+                self._begin_version(f"the chief has not restored the model within {RESTORE_PATIENCE:g} s", now, said)
             case ClusterPhase.PARKING:
                 late = self._unparked()
+                if self.is_only_saving:
+                    self._save_without(late, now, said)
+                    return said
                 said += [f"{each.seat.label} has not parked within {PARK_PATIENCE:g} s and is ended." for each in late]
                 for each in late:
                     each.is_stopped = True
                     self.number += 1
                 if self._chief() is None:
                     self._begin_version("there is no chief that could save", now, said)
+            case ClusterPhase.SAVING if self.is_only_saving:
+                self._go_on(f"The chief has not saved within {SAVE_PATIENCE:g} s: the others go on.", now, said)
             case ClusterPhase.SAVING:
                 self._begin_version(f"the chief has not saved within {SAVE_PATIENCE:g} s", now, said)
             case ClusterPhase.TRAINING:
@@ -296,20 +310,27 @@ class Cluster(Struct, kw_only=True):
     def parked(self, process: TaskProcess) -> None:
         process.is_parked = True
 
-    def take_cut(self, process: TaskProcess) -> int:
-        """The number under which everything was booked that the coming checkpoint contains."""
+    def park_for_save(self, process: TaskProcess, now: Micros) -> None:
+        """For the chief. While a change of the servers is under way there is a save in it anyway."""
         if process.seat.node_type is not NodeType.CHIEF:
             raise Rejected(f"{process.seat.label} wants to save; only the chief does.", code=ErrorCode.MALFORMED)
+        if self.phase is ClusterPhase.TRAINING and self.finished_at is None:
+            self.is_only_saving = True
+            self._begin_parking(now)
+
+    def take_cut(self, process: TaskProcess) -> int:
+        """The number under which everything was booked that the coming checkpoint contains."""
+        check_saver(process)
         self.cut += 1
         return self.cut - 1
 
     def saved(self, process: TaskProcess, step: int, now: Micros) -> list[str]:
-        if process.seat.node_type is not NodeType.CHIEF:
-            raise Rejected(f"{process.seat.label} has saved; only the chief does.", code=ErrorCode.MALFORMED)
         said: list[str] = []
         self.saved_step = step
         self.number += 1
-        if self.phase is ClusterPhase.SAVING:
+        if self.is_only_saving and self.phase is ClusterPhase.SAVING:
+            self._go_on("", now, said)
+        elif self.phase is ClusterPhase.SAVING:
             self._begin_version(f"step {step} is saved and the parameter servers change", now, said)
         return said
 
@@ -348,12 +369,14 @@ class Cluster(Struct, kw_only=True):
         self.failing[seat.label] = Failing(count, self.progress)
         if seat.node_type is NodeType.PS:
             return self._server_ended(process, now), count
-        if seat.node_type is NodeType.CHIEF and self.phase is ClusterPhase.SAVING:
-            said: list[str] = []
+        said: list[str] = []
+        if seat.node_type is NodeType.CHIEF and self.is_only_saving:
+            self._go_on("The chief failed before it had saved: the others go on.", now, said)
+        elif seat.node_type is NodeType.CHIEF and self.phase is ClusterPhase.SAVING:
             self._begin_version("the chief was lost while it saved", now, said)
             return said, count
         self._restart(process)
-        return [f"The process of {seat.label} starts again; the others go on."], count
+        return [*said, f"The process of {seat.label} starts again; the others go on."], count
 
     def master_restarted(self, by: int) -> None:
         """Nobody could say anything meanwhile."""
@@ -374,25 +397,25 @@ class Cluster(Struct, kw_only=True):
     def _begin_version(self, why: str, now: Micros, said: list[str]) -> None:
         self.version += 1
         self.servers, self.addresses, self.restored_step, self.is_late, self.has_failure = [], [], None, False, False
+        self.is_only_saving = False
         self.processes = {
             node: each for node, each in self.processes.items() if each.seat.node_type is NodeType.EVALUATOR
         }
         self._enter(ClusterPhase.GATHERING, now)
         said.append(f"Version {self.version} of the cluster begins: {why}.")
 
-    def _drop_gone(self, around: Surroundings) -> list[str]:
-        """Processes whose node or agent is there no more; returns the servers of this version among them."""
+    def _drop_gone(self, around: Surroundings) -> list[TaskProcess]:
+        """Processes whose node or agent is there no more."""
         there = {seat.node: seat for seat in around.seats}
-        lost = []
+        gone = []
         for node, process in list(self.processes.items()):
             if there.get(node) == process.seat:
                 continue
             if process.is_ended and there.get(node) is None:
                 continue  # its work is done, wherever its node is now
             self._drop(node)
-            if process.seat.platform in self.servers:
-                lost.append(process.seat.label)
-        return lost
+            gone.append(process)
+        return gone
 
     def _start_missing(self, around: Surroundings) -> None:
         done = [each.seat.label for each in self.processes.values() if each.is_ended]
@@ -442,6 +465,28 @@ class Cluster(Struct, kw_only=True):
             return  # it comes back, and parks
         self._enter(ClusterPhase.SAVING, now)
 
+    def _begin_parking(self, now: Micros) -> None:
+        self.num_parks += 1
+        self._enter(ClusterPhase.PARKING, now)
+
+    def _save_without(self, late: list[TaskProcess], now: Micros, said: list[str]) -> None:
+        """Nobody is ended for the sake of a save: it is made while some still train, as one without `exact_saves`."""
+        who = ", ".join(each.seat.label for each in late)
+        if any(each.seat.node_type is NodeType.CHIEF for each in late):
+            self._go_on(f"{who} has not parked within {PARK_PATIENCE:g} s for an exact save: all go on.", now, said)
+            return
+        said.append(f"{who} has not parked within {PARK_PATIENCE:g} s: this save is not exact.")
+        self._enter(ClusterPhase.SAVING, now)
+
+    def _go_on(self, sentence: str, now: Micros, said: list[str]) -> None:
+        """The version trains on, as if nobody had wanted to save."""
+        self.is_only_saving = False
+        for process in self.processes.values():
+            process.is_parked = False
+        self._enter(ClusterPhase.TRAINING, now)
+        if sentence:
+            said.append(sentence)
+
     def _unparked(self) -> list[TaskProcess]:
         trained = [each for each in self.processes.values() if each.seat.node_type in TRAINED and each.is_at_work]
         return [each for each in trained if not each.is_parked and each.version == self.version]
@@ -465,6 +510,12 @@ class Cluster(Struct, kw_only=True):
     def _enter(self, phase: ClusterPhase, now: Micros) -> None:
         self.phase, self.since = phase, now
         self.number += 1
+
+
+def check_saver(process: TaskProcess) -> None:
+    """Raises `Rejected` for all but the chief."""
+    if process.seat.node_type is not NodeType.CHIEF:
+        raise Rejected(f"{process.seat.label} cannot save; only the chief does.", code=ErrorCode.MALFORMED)
 
 
 def seats_of(seats: Sequence[Seat]) -> tuple[Seat, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dlrover.core.clusters.cluster import Cluster, Seat, Surroundings, TaskProcess, seats_of
+from dlrover.core.clusters.cluster import Cluster, Seat, Surroundings, TaskProcess, check_saver, seats_of
 from dlrover.core.decision import Answers, Decision, Handlers
 from dlrover.core.happenings import AgentComes, ClusterLooks, CutTaking, ModelReturns
 from dlrover.core.membership.nodes import Node
@@ -26,6 +26,7 @@ from dlrover.protocol.messages.cluster import (
     CutTaken,
     ModelRestored,
     ModelSaved,
+    ParkForSave,
     ProcessParked,
     ServerBound,
     TakeCut,
@@ -227,6 +228,15 @@ def _parked(command: ProcessParked, decision: Decision) -> Reply:
     return Done()
 
 
+def _park_for_save(command: ParkForSave, decision: Decision) -> Reply:
+    cluster, process = _current(command, decision)
+
+    cluster.park_for_save(process, decision.now)
+    _tell(decision)
+    decision.is_unsettled = True
+    return Done()
+
+
 def _take_cut(command: TakeCut, decision: Decision) -> Reply:
     cluster, process = _current(command, decision)
 
@@ -237,6 +247,7 @@ def _take_cut(command: TakeCut, decision: Decision) -> Reply:
 
 def _saved(command: ModelSaved, decision: Decision) -> Reply:
     cluster, process = _current(command, decision)
+    check_saver(process)
     _check_step(command.step)
     if not NO_CUT <= command.cut < cluster.cut:
         raise Rejected(f"There was no cut {command.cut} yet.", code=ErrorCode.MALFORMED)
@@ -298,6 +309,7 @@ HANDLERS: Handlers = {
     ServerBound: _bound,
     ModelRestored: _restored,
     ProcessParked: _parked,
+    ParkForSave: _park_for_save,
     TakeCut: _take_cut,
     ModelSaved: _saved,
 }

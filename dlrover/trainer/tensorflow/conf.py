@@ -169,10 +169,6 @@ def _check(conf: Conf) -> None:
         raise ConfigError("The conf class has no train_set: give a dictionary with a reader and columns.")
     if conf.data_on_restore not in (RESUME, CONTINUE):
         raise ConfigError(f"data_on_restore {conf.data_on_restore!r}: give resume or continue.")
-    if conf.exact_saves:
-        raise ConfigError(
-            "exact_saves is not there yet: only the save of a planned change of parameter servers is exact. Leave it out."
-        )
     if conf.enable_incr_saved_model or conf.checkpoint_incremental_save_secs:
         log.warning(
             "Incremental checkpoints and exports need the DeepRec fork of TensorFlow; whole ones are written instead."

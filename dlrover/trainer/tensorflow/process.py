@@ -15,9 +15,11 @@ from dlrover.protocol.messages.cluster import ServerBound
 from dlrover.trainer import environment
 from dlrover.trainer.tensorflow.conf import Conf, load_conf
 from dlrover.trainer.tensorflow.config import EVALUATOR, PS
+from dlrover.trainer.tensorflow.estimator import plain
 from dlrover.trainer.tensorflow.estimator.training import check_estimator, evaluate, train
 from dlrover.trainer.tensorflow.graph.session import TaskServer
 from dlrover.trainer.tensorflow.link import ClusterLink, VersionOver
+from dlrover.trainer.tensorflow.logs import log_steps, log_to_console
 
 log = logging.getLogger("dlrover.trainer.tensorflow")
 
@@ -40,6 +42,16 @@ def run_conf(conf: Conf) -> None:
         _run(conf, link)
 
 
+def prepare_script() -> None:
+    """For a script that calls TensorFlow's Estimator by itself. A parameter server serves and never returns."""
+    log_to_console()
+    link = _open_link()
+    if link.where.task_type == PS:
+        _serve(link)
+    else:
+        plain.prepare(link)
+
+
 def _open_link() -> ClusterLink:
     where = environment.current()
     if where is None or not where.task_type:
@@ -48,7 +60,7 @@ def _open_link() -> ClusterLink:
             "with --platform local_kubernetes."
         )
     check_estimator()
-    _log_steps()
+    log_steps()
     return ClusterLink(where)
 
 
@@ -57,13 +69,6 @@ def _run(conf: Conf, link: ClusterLink) -> None:
         _work(conf, link)
     except VersionOver:
         link.await_end()
-
-
-def _log_steps() -> None:
-    """TensorFlow tells of steps and losses at a level that it does not show by default."""
-    logger = logging.getLogger("tensorflow")
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
 
 
 def _serve(link: ClusterLink) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrover.protocol.errors import DLRoverError
+from dlrover.trainer.tensorflow.logs import log_to_console
 
 log = logging.getLogger("dlrover.trainer.tensorflow")
 
@@ -57,7 +58,7 @@ def get_parsed_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    _log_to_console()
+    log_to_console()
     args = get_parsed_args(argv)
     _print_commit()
     if args.worker_action != "run":
@@ -114,17 +115,6 @@ def _start_local(args: argparse.Namespace, argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: job.send_signal(number))
     return 0 if job.wait() == 0 else EXIT_FAILED
-
-
-def _log_to_console() -> None:
-    """Ours alone: TensorFlow has a handler of its own."""
-    ours = logging.getLogger("dlrover")
-    if not ours.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-        ours.addHandler(handler)
-        ours.propagate = False
-    ours.setLevel(logging.INFO)
 
 
 def _boolean(text: str) -> bool:

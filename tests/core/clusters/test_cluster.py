@@ -20,6 +20,7 @@ from dlrover.core.clusters.cluster import (
     Seat,
     Surroundings,
     TaskProcess,
+    check_saver,
 )
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.cluster import ClusterPhase
@@ -276,12 +277,101 @@ def test_without_any_server_the_job_goes_on_waiting() -> None:
     assert stage.cluster.phase is P.RESTORING
 
 
-def test_a_chief_that_does_not_restore_in_time_starts_again() -> None:
+def test_a_chief_that_does_not_restore_in_time_begins_the_next_version() -> None:
+    """It may be about to restore: on the servers of this version it must meet nobody who trains."""
     stage = Stage.of("ps-0", "chief-0").bind("ps-0", "chief-0")
     before = stage.round("chief-0")
     stage.after(RESTORE_PATIENCE)
     assert stage.round("chief-0") > before
+    assert (stage.cluster.version, stage.cluster.phase) == (2, P.GATHERING)
+
+
+def test_a_chief_that_vanishes_while_it_restores_begins_the_next_version() -> None:
+    stage = Stage.of("ps-0", "chief-0", "worker-0").bind("ps-0", "chief-0", "worker-0")
+    stage.go("chief-0")
+    assert (stage.cluster.version, stage.cluster.phase) == (2, P.GATHERING)
+    assert stage.said[-1] == "Version 2 of the cluster begins: the chief was lost while it restored the model."
+
+
+def test_a_chief_whose_process_fails_while_it_restores_starts_again_in_the_same_version() -> None:
+    stage = Stage.of("ps-0", "chief-0").bind("ps-0", "chief-0")
+    stage.fail("chief-0")
     assert (stage.cluster.version, stage.cluster.phase) == (1, P.RESTORING)
+
+
+def saving_exactly() -> Stage:
+    """A chief that wants an exact save."""
+    stage = usual()
+    stage.cluster.park_for_save(stage.process("chief-0"), stage.now)
+    return stage.look()
+
+
+def test_an_exact_save_parks_all_and_lets_them_go_on_in_the_same_version() -> None:
+    stage = saving_exactly()
+    assert stage.cluster.phase is P.PARKING
+    first = stage.cluster.view().num_parks
+    stage.park("chief-0")
+    assert stage.cluster.phase is P.PARKING
+    stage.park("worker-0")
+    assert stage.cluster.phase is P.SAVING
+    rounds = [stage.round(name) for name in ("ps-0", "chief-0", "worker-0")]
+    stage.save(7)
+    assert (stage.cluster.version, stage.cluster.phase) == (1, P.TRAINING)
+    assert [stage.round(name) for name in ("ps-0", "chief-0", "worker-0")] == rounds
+    stage.cluster.park_for_save(stage.process("chief-0"), stage.now)
+    assert stage.cluster.phase is P.PARKING
+    assert stage.cluster.view().num_parks == first + 1
+    stage.park("chief-0")
+    assert stage.cluster.phase is P.PARKING, "who parked for the save before has to park again"
+
+
+def test_a_change_of_servers_during_an_exact_save_needs_no_second_one() -> None:
+    stage = saving_exactly().come("ps-2")
+    stage.want("ps-0", "ps-1", "ps-2").park("chief-0", "worker-0")
+    assert stage.cluster.phase is P.SAVING
+    stage.save(9)
+    assert (stage.cluster.version, stage.cluster.phase) == (2, P.GATHERING)
+
+
+def test_nobody_is_ended_for_an_exact_save() -> None:
+    stage = saving_exactly().park("chief-0").after(PARK_PATIENCE)
+    assert stage.cluster.phase is P.SAVING
+    assert "worker-0 has not parked within 30 s: this save is not exact." in stage.said
+    assert stage.cluster.round_of(stage.seats["worker-0"].node) > 0
+    stage.save(7)
+    assert stage.cluster.phase is P.TRAINING
+
+
+def test_a_chief_in_a_long_step_or_a_long_save_holds_up_nobody() -> None:
+    stage = saving_exactly().park("worker-0").after(PARK_PATIENCE)
+    assert (stage.cluster.version, stage.cluster.phase) == (1, P.TRAINING)
+    stage = saving_exactly().park("chief-0", "worker-0").after(SAVE_PATIENCE)
+    assert (stage.cluster.version, stage.cluster.phase) == (1, P.TRAINING)
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_a_chief_lost_in_an_exact_save_costs_no_version(is_parked: bool) -> None:
+    stage = saving_exactly()
+    if is_parked:
+        stage.park("chief-0", "worker-0")
+    stage.fail("chief-0")
+    assert (stage.cluster.version, stage.cluster.phase) == (1, P.TRAINING)
+    stage = saving_exactly()
+    if is_parked:
+        stage.park("chief-0", "worker-0")
+    stage.go("chief-0")
+    assert (stage.cluster.version, stage.cluster.phase) == (1, P.TRAINING)
+
+
+def test_only_the_chief_asks_for_an_exact_save_and_only_while_all_train() -> None:
+    stage = usual()
+    with pytest.raises(Rejected, match="only the chief does"):
+        stage.cluster.park_for_save(stage.process("worker-0"), stage.now)
+    stage.want("ps-0").park("chief-0", "worker-0")
+    assert stage.cluster.phase is P.SAVING
+    stage.cluster.park_for_save(stage.process("chief-0"), stage.now)
+    stage.save(3)
+    assert stage.cluster.version == 2, "the change goes on"
 
 
 def test_a_server_that_fails_while_all_are_gathered_is_only_started_again() -> None:
@@ -306,7 +396,7 @@ def test_only_the_chief_saves_and_restores() -> None:
     stage = usual()
     for act in (
         lambda: stage.cluster.take_cut(stage.process("worker-0")),
-        lambda: stage.cluster.saved(stage.process("worker-0"), 5, stage.now),
+        lambda: check_saver(stage.process("worker-0")),
         lambda: stage.cluster.restored(stage.process("worker-0"), 5, stage.now),
     ):
         with pytest.raises(Rejected):

@@ -7,6 +7,7 @@ Everything that a test wants to change comes from the environment.
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import numpy as np
@@ -20,6 +21,7 @@ DIRECTORY = os.environ["COUNTING_DIR"]
 NUM_RECORDS = int(os.environ.get("COUNTING_RECORDS", "2000"))
 PACE = float(os.environ.get("COUNTING_PACE", "0"))
 TABLE = int(os.environ.get("COUNTING_TABLE", "100000"))
+OWN_SAVER = os.environ.get("COUNTING_OWN_SAVER", "") == "1"
 FAULT = os.environ.get("COUNTING_FAULT", "")
 
 
@@ -29,6 +31,19 @@ class Numbers(ElasticReader):
 
     def read_data_by_index_range(self, start_index, end_index):
         return (f"{number},1" for number in range(start_index, end_index))
+
+
+def hold(where):
+    """Say that this process is here, and stay as long as the test wants it to."""
+    open(os.path.join(DIRECTORY, f"reached-{where}"), "w").close()
+    while os.path.exists(os.path.join(DIRECTORY, f"hold-{where}")):
+        time.sleep(0.02)
+
+
+class HeldSaver(v1.train.Saver):
+    def save(self, *args, **kwargs):
+        hold("saving")
+        return super().save(*args, **kwargs)
 
 
 def model_fn(features, labels, mode, params, config):
@@ -50,7 +65,10 @@ def model_fn(features, labels, mode, params, config):
         return tf.estimator.EstimatorSpec(mode, loss=loss)
     optimizer = v1.train.GradientDescentOptimizer(1.0, use_locking=True)
     train_op = optimizer.minimize(loss, global_step=v1.train.get_global_step())
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    scaffold = None
+    if OWN_SAVER:
+        scaffold = v1.train.Scaffold(saver=HeldSaver(sharded=True, save_relative_paths=True, max_to_keep=200))
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, scaffold=scaffold)
 
 
 class Counting(tf.estimator.Estimator):
@@ -71,6 +89,7 @@ class Steps(v1.train.SessionRunHook):
 
     def after_run(self, run_context, run_values):
         self.file.write(f"{time.time():.4f} {os.environ['DLROVER_CLUSTER_VERSION']} {int(run_values.results)}\n")
+        hold("stepping")
         time.sleep(PACE)
 
 
@@ -87,6 +106,7 @@ class Restored(v1.train.SessionRunHook):
         path = os.path.join(DIRECTORY, f"restored-{version}.npz")
         np.savez(path + ".part.npz", table=values, step=session.run(self.step), count=len(self.variables))
         os.replace(path + ".part.npz", path)
+        hold("restoring")
 
 
 class StopAt(v1.train.SessionRunHook):
@@ -97,6 +117,10 @@ class StopAt(v1.train.SessionRunHook):
             run_context.request_stop()
 
 
+with open(os.path.join(DIRECTORY, "starts.txt"), "a") as starts:  # one line for each process that imports this
+    is_warm = "dlrover.trainer.worker.zygote" in sys.modules
+    starts.write(f"{os.environ.get('DLROVER_TASK_TYPE', 'floor')} {'warm' if is_warm else 'cold'}\n")
+
 COLUMNS = [Column.create(name="id", dtype="int64"), Column.create(name="label", dtype="float32", is_label=True)]
 
 
@@ -105,9 +129,10 @@ class Conf:
     model_dir = os.path.join(DIRECTORY, "model")
     save_steps = int(os.environ.get("COUNTING_SAVE_STEPS", "20"))
     max_steps = int(os.environ["COUNTING_MAX_STEPS"]) if "COUNTING_MAX_STEPS" in os.environ else None
-    keep_checkpoint_max = 200
+    keep_checkpoint_max = int(os.environ.get("COUNTING_KEEP", "200"))
+    exact_saves = os.environ.get("COUNTING_EXACT_SAVES", "") == "1"
     savesteps = 7  # a typing mistake, to be warned of
     training_hooks = [Steps(), StopAt()]
-    training_chief_hooks = [Restored()]
+    training_chief_hooks = [Restored()] if os.environ.get("COUNTING_IS_WATCHED", "1") == "1" else []
     train_set = {"reader": Numbers("numbers"), "columns": COLUMNS, "epoch": 1, "batch_size": 10}
     eval_set = {"reader": Numbers("numbers"), "columns": COLUMNS, "batch_size": 100}

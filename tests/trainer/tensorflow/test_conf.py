@@ -55,7 +55,6 @@ def test_an_unknown_key_is_kept_with_a_warning_that_names_the_nearest(caplog: py
         ({"backend": "jax"}, "give auto, graph or coordinator"),
         ({"backend": "coordinator"}, "coordinator runtime for Keras and custom loops is not there yet"),
         ({"data_on_restore": "maybe"}, "give resume or continue"),
-        ({"exact_saves": True}, "exact_saves is not there yet"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_starts(change: dict[str, Any], sentence: str) -> None:

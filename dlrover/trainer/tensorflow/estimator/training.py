@@ -12,13 +12,14 @@ import os
 from typing import Any
 
 import tensorflow as tf
+from msgspec import Struct
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.cluster import ClusterPhase, VersionView
 from dlrover.trainer.tensorflow.conf import CONTINUE, Conf
 from dlrover.trainer.tensorflow.config import CHIEF, VARIABLE, WORKER, task_config
 from dlrover.trainer.tensorflow.graph.checkpoints import ModelCheckpoints, newest_checkpoint
-from dlrover.trainer.tensorflow.graph.hooks import Parking, SavingHook, TrainingHook
+from dlrover.trainer.tensorflow.graph.hooks import ExactSaves, Parking, SavingHook, TrainingHook
 from dlrover.trainer.tensorflow.graph.input import TrainingInput, evaluation_input, serving_input
 from dlrover.trainer.tensorflow.graph.scaffold import WaitingScaffold
 from dlrover.trainer.tensorflow.graph.session import TaskServer, session_config
@@ -45,21 +46,28 @@ def check_estimator() -> None:
 
 def train(conf: Conf, link: ClusterLink, server: TaskServer) -> None:
     """One process of a version, as chief or worker, to the end of the data, the last step, or the end of its version."""
-    where = link.where
-    is_chief = where.task_type == CHIEF
-    view = link.wait_for(lambda view: bool(view.servers) and view.phase is not ClusterPhase.GATHERING)
-    # A chief beside living variables takes them as they are.
-    is_attaching = is_chief and view.restored_step is not None
-    task, rank = (WORKER, _ATTACHED_CHIEF) if is_attaching else (where.task_type, where.task_rank)
-    training = _Training(conf, link, view, is_chief=is_chief, is_attaching=is_attaching)
-    config = task_config(task, rank, view.servers, own_address=server.address, target=server.target)
-    os.environ[VARIABLE] = config.to_text()
-    session = session_config(task, rank, server.address, view.servers, conf.session_config)
-    estimator = training.build(run_config(conf, session))
-    who = f"{where.task_type}-{where.task_rank}"
-    log.info("%s trains in version %d with %d servers (pid %d)", who, view.version, len(view.servers), os.getpid())
+    view = wait_for_servers(link)
+    training = TaskTraining(terms_of(conf), link, view, conf.train_set)
+    assert training.source is not None, "read by us"
+    session = join(training, link, view, server, conf.session_config)
+    config = run_config(conf, session)
+    estimator = training.build(build_users_estimator(conf, config), config)
     estimator.train(training.source.build, max_steps=conf.max_steps)
     training.finish()
+
+
+def wait_for_servers(link: ClusterLink) -> VersionView:
+    return link.wait_for(lambda view: bool(view.servers) and view.phase is not ClusterPhase.GATHERING)
+
+
+def join(training: TaskTraining, link: ClusterLink, view: VersionView, server: TaskServer, given: Any) -> Any:
+    """Tell TensorFlow what this process is. Returns the configuration of its session; `given`: the user's."""
+    task, rank = training.task
+    config = task_config(task, rank, view.servers, own_address=server.address, target=server.target)
+    os.environ[VARIABLE] = config.to_text()
+    who = f"{link.where.task_type}-{link.where.task_rank}"
+    log.info("%s trains in version %d with %d servers (pid %d)", who, view.version, len(view.servers), os.getpid())
+    return session_config(task, rank, server.address, view.servers, given)
 
 
 def run_config(conf: Conf, session: Any) -> Any:
@@ -75,30 +83,68 @@ def run_config(conf: Conf, session: Any) -> Any:
     )
 
 
-class _Training:
-    def __init__(self, conf: Conf, link: ClusterLink, view: VersionView, *, is_chief: bool, is_attaching: bool) -> None:
-        self._conf = conf
+class TrainingTerms(Struct, frozen=True, kw_only=True):
+    """How a model is trained and saved, whoever says so: a conf class, or a script with a `RunConfig` of its own."""
+
+    model_dir: str
+    save_steps: int | None = None
+    save_secs: float | None = None
+    is_data_kept: bool = False
+    has_exact_saves: bool = False
+    hooks: tuple[Any, ...] = ()
+    chief_hooks: tuple[Any, ...] = ()
+
+
+def terms_of(conf: Conf) -> TrainingTerms:
+    return TrainingTerms(
+        model_dir=conf.model_dir,
+        save_steps=None if conf.save_secs else conf.save_steps,
+        save_secs=conf.save_secs,
+        is_data_kept=conf.data_on_restore == CONTINUE,
+        has_exact_saves=bool(conf.exact_saves),
+        hooks=tuple(conf.training_hooks),
+        chief_hooks=tuple(conf.training_chief_hooks),
+    )
+
+
+class TaskTraining:
+    """Of one process, as chief or worker."""
+
+    def __init__(
+        self, terms: TrainingTerms, link: ClusterLink, view: VersionView, train_set: Conf | None = None
+    ) -> None:
+        """`train_set`: read by us; None: the script reads by itself."""
+        self._terms = terms
         self._link = link
-        self._is_chief, self._is_attaching = is_chief, is_attaching
+        self._is_chief = link.where.task_type == CHIEF
+        # A chief beside living variables takes them as they are.
+        self._is_attaching = self._is_chief and view.restored_step is not None
         self._is_stopped_early = False
         self._saving: SavingHook | None = None
-        self._parking = Parking(link, flush=self.flush, save=self._save if is_chief else None)
-        self.source = TrainingInput(conf.train_set, self._parking)
-        if is_chief:
-            os.makedirs(conf.model_dir, exist_ok=True)
+        self._parking = Parking(link, flush=self.flush, save=self._save if self._is_chief else None)
+        self.source = None if train_set is None else TrainingInput(train_set, self._parking)
+        if self._is_chief:
+            os.makedirs(terms.model_dir, exist_ok=True)
             self._saving = SavingHook(
-                ModelCheckpoints(conf.model_dir, link),
-                newest=newest_checkpoint(conf.model_dir),
-                is_attaching=is_attaching,
-                is_data_kept=conf.data_on_restore == CONTINUE,
+                ModelCheckpoints(terms.model_dir, link),
+                newest=newest_checkpoint(terms.model_dir),
+                is_attaching=self._is_attaching,
+                is_data_kept=terms.is_data_kept,
                 flush=self.flush,
                 wait_for_workers=self._wait_for_workers,
-                save_steps=None if conf.save_secs else conf.save_steps,
-                save_secs=conf.save_secs,
+                save_steps=terms.save_steps,
+                save_secs=terms.save_secs,
+                park_for_save=ExactSaves(link).ask if terms.has_exact_saves else None,
             )
 
-    def build(self, config: Any) -> Any:
-        users = build_users_estimator(self._conf, config)
+    @property
+    def task(self) -> tuple[str, int]:
+        """What TensorFlow shall take this process for."""
+        where = self._link.where
+        return (WORKER, _ATTACHED_CHIEF) if self._is_attaching else (where.task_type, where.task_rank)
+
+    def build(self, users: Any, config: Any) -> Any:
+        """An Estimator that trains the model of the user's."""
 
         def model_fn(features: Any, labels: Any, mode: str, config: Any) -> Any:
             spec = users.model_fn(features=features, labels=labels, mode=mode, config=config)
@@ -108,22 +154,25 @@ class _Training:
                 self._saving, TrainingHook(self.source, self._parking)
             ]  # fmt: skip
             # Those of a chief that attaches would be left out: TensorFlow does not take it for one.
-            of_chief = [*(spec.training_chief_hooks or ()), *self._conf.training_chief_hooks] if self._is_chief else []
-            hooks = [*(spec.training_hooks or ()), *self._conf.training_hooks, *of_chief, *ours]
+            of_chief = [*(spec.training_chief_hooks or ()), *self._terms.chief_hooks] if self._is_chief else []
+            hooks = [*(spec.training_hooks or ()), *self._terms.hooks, *of_chief, *ours]
             scaffold = WaitingScaffold(self._wait, self._link.await_end, spec.scaffold)
+            if self._saving is not None:
+                self._saving.scaffold = scaffold
             return spec._replace(training_hooks=_unique(hooks), training_chief_hooks=(), scaffold=scaffold)
 
-        return tf.estimator.Estimator(model_fn, model_dir=self._conf.model_dir, config=config)
+        return tf.estimator.Estimator(model_fn, model_dir=self._terms.model_dir, config=config)
 
     def flush(self) -> None:
-        client = self.source.client
+        client = None if self.source is None else self.source.client
         if client is not None:
             client.flush(_FINAL_FLUSH)
 
     def finish(self) -> None:
         """The training of this process is over, and all that it read is reported."""
-        client = self.source.client
-        if client is not None and not self.source.is_exhausted and not self._is_stopped_early:
+        source = self.source
+        client = None if source is None else source.client
+        if source is not None and client is not None and not source.is_exhausted and not self._is_stopped_early:
             self._is_stopped_early = True
             client.stop_early("the last step or a hook of the user ended the training")
         self.flush()

@@ -11,6 +11,7 @@ import contextlib
 import glob
 import logging
 import os
+import time
 from typing import Any
 
 import msgspec
@@ -43,13 +44,14 @@ class ModelCheckpoints:
         self._model_dir = model_dir
         self._link = link
         self._prefix = os.path.join(model_dir, BASE_NAME)
-        self._saved: tuple[int, int] | None = None
-        """Step and cut of the newest save of this process."""
+        self._saved_step: int | None = None
+        """Of the newest checkpoint that this process knows: its own, or the one that it restored."""
 
     def restored(self, session: Any, step_tensor: Any, newest: str | None, *, is_data_kept: bool) -> None:
         """Tell the master what the session began with. `newest`: prefix of the checkpoint that it was restored from; None: there was none."""
         step = int(session.run(step_tensor))
         seen = None if newest is None else read_seen(newest)
+        self._saved_step = None if seen is None else step  # the very same model need not be written again
         self._link.tell(
             ModelRestored(
                 step=FRESH if newest is None else step,
@@ -61,24 +63,25 @@ class ModelCheckpoints:
 
     def save(self, session: Any, saver: Any, step_tensor: Any) -> int:
         """One whole checkpoint. Everything that this process has read must be reported. Returns its step."""
-        step = int(session.run(step_tensor))
-        if self._saved is not None and self._saved[0] == step:
-            self._link.tell(ModelSaved(step=step, cut=self._saved[1]))  # nothing was trained since
-            return step
+        began_at = time.monotonic()
         taken = self._link.tell(TakeCut())
         assert isinstance(taken, CutTaken), taken
+        step = int(session.run(step_tensor))  # after the cut: whatever was reported before it is in this step
         seen = SeenData(step=step, cut=taken.cut, data_state=taken.data_state)
         # Before the checkpoint itself: one that counts is never without it.
         _write(f"{self._prefix}-{step}{SUFFIX}", msgspec.json.encode(seen))
+        if step == self._saved_step:
+            self._link.tell(ModelSaved(step=step, cut=taken.cut))  # nothing was trained since; more of it is known now
+            return step
         with session.graph.as_default():  # the thread that parks has another one
             path = saver.save(session, self._prefix, global_step=step)
         _write(
             os.path.join(self._model_dir, POINTER),
             msgspec.json.encode({"checkpoint": os.path.basename(path), "step": step}),
         )
-        self._saved = step, taken.cut
+        self._saved_step = step
         self._link.tell(ModelSaved(step=step, cut=taken.cut))
-        log.info("saved step %d with cut %d", step, taken.cut)
+        log.info("saved step %d with cut %d in %.2f s", step, taken.cut, time.monotonic() - began_at)
         self._remove_orphans()
         return step
 

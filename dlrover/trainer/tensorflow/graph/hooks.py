@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dlrover.protocol.messages.cluster import ClusterPhase, ProcessParked
+from dlrover.protocol.messages.cluster import ClusterPhase, ParkForSave, ProcessParked
 from dlrover.trainer import progress
 from dlrover.trainer.tensorflow.graph.checkpoints import ModelCheckpoints
 from dlrover.trainer.tensorflow.graph.input import TrainingInput
@@ -43,7 +43,8 @@ class Parking:
         """The training thread waits at the gate."""
         self._is_starving = False
         """The reader waits for data."""
-        self._is_parked = False
+        self._parked_for = 0
+        """Number of the park that the master was told of."""
         self._num_given: Callable[[], int] = lambda: 0
         self._num_used = 0
         self._step = 0
@@ -61,16 +62,14 @@ class Parking:
             self._step = step
             self._news.notify_all()
         if self._link.view.phase in _PARKED and self._link.view.version == self._link.where.cluster_version:
+            self._stop()
+            self._wait_to_go_on()
             with self._news:
-                self._is_stopped = True
-                self._news.notify_all()
-            self._link.await_end()
+                self._is_stopped = False
 
     def no_more_steps(self) -> None:
         """In the training thread, when it has made its last one."""
-        with self._news:
-            self._is_stopped = True
-            self._news.notify_all()
+        self._stop()
 
     def starving(self) -> None:
         """In the reader's thread, before it waits for data."""
@@ -82,37 +81,82 @@ class Parking:
         """In the reader's thread, when data came. Nothing may go on to the training of a process that has parked."""
         with self._news:
             self._is_starving = False
-            is_parked = self._is_parked
-        if is_parked:
+        view = self._link.view
+        if view.phase in _PARKED and view.num_parks == self._parked_for:
+            self._wait_to_go_on()
+
+    def _stop(self) -> None:
+        with self._news:
+            self._is_stopped = True
+            self._news.notify_all()
+
+    def _wait_to_go_on(self) -> None:
+        """Until the version trains again. After a change of the servers it never does: then the agent ends this process."""
+        try:
+            self._link.wait_for(lambda view: view.phase not in _PARKED)
+        except VersionOver:
             self._link.await_end()
 
     def _run(self) -> None:
         try:
-            self._link.wait_for(lambda view: view.phase in _PARKED)
-            with self._news:
-                while not self._can_park():
-                    self._news.wait()  # the agent ends a process that comes too late
-                self._is_parked = True
-            self._flush()
-            self._link.tell(ProcessParked(step=self._step))
-            if self._save is not None:
-                self._link.wait_for(lambda view: view.phase is ClusterPhase.SAVING)
-                self._save()
+            while True:
+                view = self._link.wait_for(lambda view: view.phase in _PARKED and view.num_parks > self._parked_for)
+                if self._park(view.num_parks):
+                    self._save_when_all_have_parked(view.num_parks)
         except VersionOver:
             return  # the agent ends this process
         except Exception:  # the edge of the thread: the training thread waits for its end and could tell nobody
             log.exception("this process could not park or save; it ends")
             os._exit(EXIT_FAILED)
 
+    def _park(self, number: int) -> bool:
+        """False: it was too late for that."""
+        with self._news:
+            while not self._can_park():
+                self._news.wait()  # each step tells; the agent ends a process that comes too late for a change
+                if not self._is_wanted(number):
+                    return False
+            self._parked_for = number
+        self._flush()
+        self._link.tell(ProcessParked(step=self._step))
+        return True
+
+    def _is_wanted(self, number: int) -> bool:
+        view = self._link.view
+        return view.phase in _PARKED and view.num_parks == number
+
+    def _save_when_all_have_parked(self, number: int) -> None:
+        if self._save is None:
+            return
+        view = self._link.wait_for(lambda view: view.phase is not ClusterPhase.PARKING or view.num_parks != number)
+        if view.phase is ClusterPhase.SAVING and view.num_parks == number:
+            self._save()
+
     def _can_park(self) -> bool:
         """A training thread that has used all batches and a reader that has no more: there is no step under way."""
         return self._is_stopped or (self._is_starving and self._num_given() == self._num_used)
 
 
+class ExactSaves:
+    """Asks the master to park all for a save, once for each that is due."""
+
+    def __init__(self, link: ClusterLink) -> None:
+        self._link = link
+        self._asked_for = -1
+        """Number of the last park when it was asked."""
+
+    def ask(self) -> None:
+        view = self._link.view
+        if view.phase is ClusterPhase.TRAINING and view.num_parks != self._asked_for:
+            self._asked_for = view.num_parks
+            self._link.tell(ParkForSave())
+
+
 class TrainingHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     """Of every process that trains: begins the input, reports what each step has read, parks."""
 
-    def __init__(self, source: TrainingInput, parking: Parking) -> None:
+    def __init__(self, source: TrainingInput | None, parking: Parking) -> None:
+        """`source`: None if the script reads by itself."""
         self._source = source
         self._parking = parking
         self._step: Any = None
@@ -121,17 +165,21 @@ class TrainingHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
         self._step = tf.compat.v1.train.get_or_create_global_step()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        session.run(self._source.initializer)
-        self._parking.start(lambda: self._source.num_given)
+        source = self._source
+        if source is None:
+            self._parking.start(lambda: 0)
+        else:
+            session.run(source.initializer)
+            self._parking.start(lambda: source.num_given)
 
     def before_run(self, run_context: Any) -> Any:
-        return SessionRunArgs([self._step, self._source.num_records])
+        return SessionRunArgs([self._step] if self._source is None else [self._step, self._source.num_records])
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        step, num_records = (int(value) for value in run_values.results)
-        client = self._source.client
+        step, *num_records = (int(value) for value in run_values.results)
+        client = None if self._source is None else self._source.client
         if client is not None:
-            client.report_batch_done(num_records, step=step)
+            client.report_batch_done(*num_records, step=step)
         progress.report(step)
         self._parking.step_done(step)
 
@@ -150,8 +198,12 @@ class SavingHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
         wait_for_workers: Callable[[], None],
         save_steps: int | None,
         save_secs: float | None,
+        park_for_save: Callable[[], None] | None = None,
     ) -> None:
-        """`newest`: the checkpoint that TensorFlow restores. `is_attaching`: the variables live already, nothing is restored."""
+        """
+        `newest`: the checkpoint that TensorFlow restores. `is_attaching`: the variables live already, nothing is restored. `park_for_save`: asks
+        for an exact save, which the parking thread makes.
+        """
         self._checkpoints = checkpoints
         self._newest = newest
         self._is_attaching = is_attaching
@@ -159,7 +211,10 @@ class SavingHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
         self._flush = flush
         self._wait_for_workers = wait_for_workers
         self._save_steps, self._save_secs = save_steps, save_secs
+        self._park_for_save = park_for_save
         self._saved_step, self._saved_at = 0, time.monotonic()
+        self.scaffold: Any = None
+        """Of the model: it has the saver, the user's or TensorFlow's own."""
         self._session: Any = None
         self._step: Any = None
         self._lock = threading.Lock()
@@ -183,7 +238,9 @@ class SavingHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
         step = int(run_values.results)
         is_due = self._save_steps is not None and step - self._saved_step >= self._save_steps
         is_due = is_due or (self._save_secs is not None and time.monotonic() - self._saved_at >= self._save_secs)
-        if is_due:
+        if is_due and self._park_for_save is not None:
+            self._park_for_save()
+        elif is_due:
             self.save()
 
     def end(self, session: Any) -> None:
@@ -199,4 +256,5 @@ class SavingHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
             self._saved_at = time.monotonic()
 
     def _saver(self) -> Any:
-        return self._session.graph.get_collection(tf.compat.v1.GraphKeys.SAVERS)[0]
+        assert self.scaffold is not None, "given with the model"
+        return self.scaffold.saver

@@ -1,0 +1,113 @@
+"""
+What the variables of a parameter-server job have learned from, and what has to be true of it (I3).
+
+Variables live in the parameter-server processes of one version, and each update of a worker lands there at once, whether or not anybody ever
+hears of it. A checkpoint holds what had landed when it was written. Its *cut* divides that: what was confirmed to its reader before the
+chief asked for the cut is in the checkpoint for sure; the rest may be in it and unknown to the books, and is read again after a restore.
+
+So whenever a chief has restored a model: what it contains for sure and what the books still have to give out share nothing, and together with
+the doubtful rest they are the epochs so far. A save of a planned change has no doubt but for processes that the master had given up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dlrover.core.data.dataset import Dataset
+from dlrover.core.data.ranges import Range, overlapping, said, subtract, united
+from dlrover.protocol.messages.data import DatasetSpec, LeasedShard
+from dlrover.simulator.truth.invariants import Violation
+
+if TYPE_CHECKING:
+    from dlrover.simulator.nodes.tasks import VirtualTask
+
+
+class Update:
+    """One step of one process: these records are in the variables from now on."""
+
+    __slots__ = ("is_confirmed", "place")
+
+    def __init__(self, place: Range) -> None:
+        self.place = place
+        self.is_confirmed = False
+        """The master has told its reader that it is booked."""
+
+
+class Variables:
+    """In the memory of the parameter servers of one version. They are gone with the first of these processes."""
+
+    def __init__(self, servers: tuple[VirtualTask, ...], updates: list[Update]) -> None:
+        self.servers = servers
+        self.updates = updates
+        self.num_restored = len(updates)
+        """Of the checkpoint that they began with."""
+        self.is_frozen = False
+        """All are parked and the chief writes."""
+
+    @property
+    def are_there(self) -> bool:
+        return all(server.is_running for server in self.servers)
+
+    def learn(self, shard: LeasedShard, start: int, count: int, *, by: VirtualTask, is_current: bool) -> Update:
+        if self.is_frozen and is_current:
+            raise Violation("cluster", f"{by.label} trains while the chief saves for a planned change")
+        update = Update(Range(shard.epoch, start, start + count, shard.partition, shard.listing))
+        self.updates.append(update)
+        return update
+
+
+class StoredModel:
+    """A complete checkpoint, and what lies beside it."""
+
+    def __init__(self, sure: list[Range], doubtful: list[Range], cut: int, text: str) -> None:
+        self.sure = sure
+        self.doubtful = doubtful
+        self.cut = cut
+        self.text = text
+
+    @property
+    def step(self) -> int:
+        return len(self.sure) + len(self.doubtful)
+
+
+class ModelStorage:
+    """The model directory. The newest checkpoint is the one that was written last, whoever wrote it."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        self._spec = spec
+        self.newest: StoredModel | None = None
+
+    def check_restored(self, stored: StoredModel | None, books: Dataset) -> list[Update]:
+        """The books have gone back with a model. Gives what it contains; what is read again counts as not in it."""
+        sure, doubtful = ([], []) if stored is None else (stored.sure, stored.doubtful)
+        left = unread(books)
+        if twice := list(overlapping(_sorted([*sure, *left]))):
+            raise Violation("I3", f"the restored model and what is left to read have records twice: {said(twice[0])}")
+        if missing := subtract(self._owed(books), [*sure, *doubtful, *left]):
+            raise Violation(
+                "I3", f"neither the restored model nor what is left to read has these records: {said(missing[0])}"
+            )
+        updates = []
+        for place in (*sure, *united(subtract(doubtful, [*left, *sure]))):  # it may have been learned twice
+            updates.append(Update(place))
+            updates[-1].is_confirmed = True
+        return updates
+
+    def check_complete(self, books: Dataset) -> None:
+        """The job has completed: the last checkpoint has seen everything."""
+        stored = self.newest
+        seen = [] if stored is None else [*stored.sure, *stored.doubtful]
+        if missing := subtract(self._owed(books), [*seen, *(each.range for each in books.set_aside)]):
+            raise Violation("I3", f"the job has completed, and its last checkpoint has not seen {said(missing[0])}")
+
+    def _owed(self, books: Dataset) -> list[Range]:
+        return [Range(epoch, 0, self._spec.size) for epoch in range(books.epoch + 1)]
+
+
+def unread(books: Dataset) -> list[Range]:
+    held = [each.range for each in books.held.values()]
+    return [*books.returned, *held, *(each.range for each in books.set_aside), *books.fresh_ranges()]
+
+
+def _sorted(ranges: list[Range]) -> list[Range]:
+    return sorted(ranges, key=lambda each: (each.key, each.start))
