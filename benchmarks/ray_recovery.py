@@ -1,14 +1,16 @@
 """
 Recovery on a Ray cluster: how long a job of two workers stands still when one is killed. Ours and Ray Train v2, same script, alternating.
 
-    python benchmarks/ray_recovery.py                          everything, 10 kills of each, about 40 minutes
-    python benchmarks/ray_recovery.py --kills 5 --systems ours-worker,ray-train --json ray_recovery.json
+    python benchmarks/ray_recovery.py                          everything, 10 kills of each, about an hour
+    python benchmarks/ray_recovery.py --kills 5 --systems ours-worker,ray-train --machines "" --json ray_recovery.json
 
 A cluster of four raylets runs on this machine; each round starts each system anew and kills twice. A kill is SIGKILL to a process id: of the
 training process (`ours-worker`, `ray-train`: there it is an actor), or of the node's actor (`ours-standby`, with a warm standby, `ours-cold`
 without). The clock runs from the kill to the end of the first step that nobody had done before, completed by both ranks.
 
 `ours-cold` may need 2 s beyond what nobody can save: the import of torch and the start of an empty actor, both measured in the same run.
+
+After that, lost machines (`--machines`): see ray_machines.py.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +32,7 @@ from typing import Any
 import psutil
 from failover import NUM_RANKS, REFERENCE_JOB, look_again
 from figures import quietness, ratio, seconds, summarise, table, times
+from ray_machines import PARTS, SETTINGS, Samples, measure_machines, report_machines
 from rounds import measuring, run_rounds
 from timeline import EventFolder, lives, recovery
 
@@ -159,7 +163,14 @@ def victim_of(system: str, worker: int) -> int:
     return next(parent.pid for parent in psutil.Process(worker).parents() if parent.name().startswith("ray::"))
 
 
-def measure(system: str, lab: Lab, folder: Path, results: dict[str, list[float]], imports: list[float]) -> None:
+def import_torch() -> float:
+    """Seconds that a cold node needs for what its zygote imports."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch, torch._dynamo"], check=True)
+    return time.monotonic() - began
+
+
+def measure(system: str, lab: Lab, folder: Path, results: dict[str, list[float]]) -> None:
     folder.mkdir(parents=True)
     with running(system, lab, folder) as process:
         events = EventFolder(folder / "events")
@@ -182,7 +193,6 @@ def measure(system: str, lab: Lab, folder: Path, results: dict[str, list[float]]
                     break
                 look_again(process, folder / "log", until=until, waiting_for="a new step")
             results[system].append(found.seconds)
-            imports += [found.phases["import torch"]] if found.phases.get("import torch") else []
             print(f"  {system}: {found.seconds:.3f} s", file=sys.stderr, flush=True)
 
 
@@ -209,8 +219,8 @@ def report(
         if figures is None:
             continue
         budget = BUDGETS.get(system)
-        if system == "ours-cold" and actors:
-            budget = 2.0 + max(imports, default=0.0) + (summarise(actors) or figures).median
+        if system == "ours-cold" and actors and imports:
+            budget = 2.0 + statistics.median(imports) + statistics.median(actors)
         faster = None if system == "ray-train" else ratio(base, figures)
         rows.append(
             (
@@ -224,9 +234,11 @@ def report(
             )
         )
     print(table(("system", "kills", "median s", "lowest", "highest", "budget", "faster than Ray Train"), rows))
-    print(
-        f"start of an empty actor: median {seconds(summarise(actors).median if actors else None)} s; {quietness(strangers)}"
-    )
+    for what, samples in (("start of an empty actor", actors), ("import of torch", imports)):
+        figures = summarise(samples)
+        if figures is not None:
+            print(f"{what}: median {figures.median:.3f} s, {figures.lowest:.3f} to {figures.highest:.3f} s")
+    print(quietness(strangers))
     return {"recovery": results, "empty_actor": actors, "import_torch": imports, "others_percent": strangers}
 
 
@@ -234,28 +246,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="of each system")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--machines", default=",".join(PARTS), help="parts of ray_machines.py; empty: none")
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="of Ray's health check, for --machines")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    machines = [name for name in args.machines.split(",") if name]
     systems = [name for name in args.systems.split(",") if name]
     if unknown := [name for name in systems if name not in SYSTEMS]:
         parser.error(f"--systems: {', '.join(unknown)} is unknown; known are {', '.join(SYSTEMS)}")
+    if unknown := [name for name in machines if name not in PARTS]:
+        parser.error(f"--machines: {', '.join(unknown)} is unknown; known are {', '.join(PARTS)}")
+    if unknown := [name for name in args.settings.split(",") if name not in SETTINGS]:
+        parser.error(f"--settings: {', '.join(unknown)} is unknown; known are {', '.join(SETTINGS)}")
     results: dict[str, list[float]] = {name: [] for name in systems}
     strangers: list[float] = []
     actors: list[float] = []
     imports: list[float] = []
+    lost: Samples = {}
     with measuring("dlrover-ray-recovery-") as folder:
-        lab = Lab()
-        try:
+        if systems:
+            lab = Lab()
+            try:
 
-            def run_round(number: int) -> None:
-                for system in systems:
-                    actors.append(lab.empty_actor())
-                    measure(system, lab, folder / f"{number}-{system}", results, imports)
+                def run_round(number: int) -> None:
+                    for system in systems:
+                        actors.append(lab.empty_actor())
+                        measure(system, lab, folder / f"{number}-{system}", results)
+                    imports.append(import_torch())
 
-            run_rounds(-(-args.kills // KILLS_PER_JOB), run_round, strangers)
-        finally:
-            lab.close()
+                run_rounds(-(-args.kills // KILLS_PER_JOB), run_round, strangers)
+            finally:
+                lab.close()
+        if machines:
+
+            def lose_machines(number: int) -> None:
+                for settings in args.settings.split(","):
+                    measure_machines(machines, settings, lost)
+
+            run_rounds(args.kills, lose_machines, strangers)
     found = report(results, strangers, actors, imports)
+    if lost:
+        report_machines(lost)
+        found["machines"] = {", ".join(names): samples for names, samples in lost.items()}
     if args.json:
         args.json.write_text(json.dumps(found, indent=2))
 

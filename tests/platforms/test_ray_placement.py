@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from dlrover.platforms.ray.placement import ClusterMachine, Placement, choose, demand_of, room_for
+from dlrover.platforms.ray.placement import (
+    AutoscalerState,
+    ClusterMachine,
+    Placement,
+    choose,
+    demand_of,
+    outlook_of,
+    room_for,
+)
 from dlrover.protocol.messages.fleet import Resource
 
 
@@ -79,3 +87,23 @@ def test_room_is_counted_by_machine_and_bounded_by_the_capacity():
     bounded = room_for(machines, {"CPU": 1.0}, num_living=2, capacity=3)
     assert (bounded.free, bounded.reason) == (1, "2 of at most 3 nodes run")
     assert room_for(machines, {"CPU": 9.0}, num_living=0, capacity=0).free == 0
+
+
+@pytest.mark.parametrize(
+    ("autoscaler", "sentence"),
+    [
+        (None, "The cluster has no autoscaler: the node waits until another job ends or a machine joins."),
+        (AutoscalerState(num_pending=0, num_failed=0), "The autoscaler is adding no machine now."),
+        (AutoscalerState(num_pending=1, num_failed=0), "The autoscaler is adding 1 machine now."),
+        (
+            AutoscalerState(num_pending=3, num_failed=2),
+            "The autoscaler is adding 3 machines now. 2 of its recent launches failed.",
+        ),
+        (
+            AutoscalerState(num_pending=0, num_failed=1),
+            "The autoscaler is adding no machine now. 1 of its recent launches failed.",
+        ),
+    ],
+)
+def test_the_autoscaler_in_a_sentence(autoscaler: AutoscalerState | None, sentence: str):
+    assert outlook_of(autoscaler) == sentence

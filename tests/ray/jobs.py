@@ -49,6 +49,7 @@ class RunningRayJob:
         script: str = TRAINED_STEPS,
         args: tuple[str, ...] = (),
         has_folder: bool = True,
+        folder_option: str = "",
     ) -> None:
         self.lab = lab
         self.folder = folder
@@ -63,6 +64,7 @@ class RunningRayJob:
                 *options,
                 "--",
                 script,
+                *([folder_option] if folder_option else []),
                 *([str(folder)] if has_folder else []),
                 *args,
             ),

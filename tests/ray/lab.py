@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,10 @@ RECOMMENDED = {
 
 
 class RayLab:
-    def __init__(self, directory: str, *, head_cpus: int = 0, settings: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, directory: str, *, head_cpus: int = 0, settings: dict[str, Any] | None = None, **more: Any
+    ) -> None:
+        """`more`: further parameters of the head."""
         self.directory = directory
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
         head = {
@@ -36,6 +40,7 @@ class RayLab:
             "include_dashboard": False,
             "temp_dir": directory,
             **({"_system_config": settings} if settings else {}),
+            **more,
         }
         make_address_directory()
         self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
@@ -113,6 +118,12 @@ def patiently(start: Callable[[], Any]) -> Any:
             if "timed out during startup" not in str(error):
                 raise
     return start()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def processes_with(*needles: str) -> list[str]:

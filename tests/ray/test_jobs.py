@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -24,6 +27,7 @@ from tests.ray.jobs import (
 from tests.ray.lab import RayLab, until
 
 StartJob = Callable[..., RunningRayJob]
+PROGRAM = str(Path(__file__).parents[2] / "examples" / "kubernetes" / "train.py")
 
 
 @pytest.fixture
@@ -85,6 +89,15 @@ def test_a_job_outlives_its_worker_its_node_and_its_host(lab: RayLab, start: Sta
     assert "survivor" in listed.stdout
     shown = run_dlrover("ray", "status", "survivor", "--address", lab.address)
     assert "running" in shown.stdout, shown
+    shown = run_dlrover("status", "survivor", "--ray", lab.address)
+    assert "running" in shown.stdout, shown
+    scaled = run_dlrover("scale", "surv", "--nodes", "2", "--ray", lab.address)
+    assert "The job shall have 2 nodes" in scaled.stdout, scaled
+    assert "failed" in run_dlrover("report", "survivor", "--ray", lab.address).stdout
+    both = run_dlrover("status", "--ray", lab.address, "--addr", "127.0.0.1:1")
+    assert "Give --addr or --ray, not both" in both.stderr
+    unknown = run_dlrover("status", "no-such-job", "--ray", lab.address)
+    assert "No jobs in this cluster are called no-such-job. Running: survivor." in unknown.stderr
     job.let_end()
     until(lambda: Registry().result("survivor") is not None or not lab.actors(), job.output)
     attached = run_dlrover("ray", "attach", "survivor", "--address", lab.address)
@@ -96,6 +109,45 @@ def await_successor(job: RunningRayJob, lost: int) -> None:
     """Until workers of a later round train, none of which is the lost one."""
     until(lambda: lost not in job.workers().values(), job.output)
     job.await_steps(world_size=2)
+
+
+def test_a_disturbed_job_has_the_losses_of_an_undisturbed_one(lab: RayLab, start: StartJob):
+    """Bit for bit: with two nodes, each sum has two terms, and those have the same sum in either order."""
+    calm = start("--nodes", "2", script=PROGRAM, args=("--records", "6000"), folder_option="--dir")
+    assert calm.wait() == 0, calm.output()
+    expected = losses(calm)
+    assert sorted(expected) == list(range(1, 101))
+
+    words = ("--records", "6000", "--pace", "0.2")
+    job = start("--nodes", "2", "--standby", "1", script=PROGRAM, args=words, folder_option="--dir")
+    for victim in (
+        lambda: step_events(job)[-1]["pid"],
+        lambda: actor_above(step_events(job)[-1]["pid"]).pid,
+        lambda: job.account().pid,
+    ):
+        last = max(losses(job), default=0)
+        until(lambda last=last: max(losses(job), default=0) > last + 3, job.output)
+        os.kill(victim(), signal.SIGKILL)
+    (job.folder / "hurry").touch()
+    assert job.wait() == 0, job.output()
+    assert losses(job) == expected
+    assert len({event["pid"] for event in step_events(job)}) > 2, "workers were replaced"
+    lab.await_nothing_left(PROGRAM)
+
+
+def step_events(job: RunningRayJob) -> list[dict[str, Any]]:
+    """In the order of their times."""
+    found = []
+    for path in job.folder.glob("events-*.jsonl"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # the last line of a killed worker
+                found.append(json.loads(line))
+    return sorted((event for event in found if event["event"] == "step"), key=lambda event: event["at"])
+
+
+def losses(job: RunningRayJob) -> dict[int, float]:
+    """By step. One that was done again counts with its later loss."""
+    return {event["step"]: event["loss"] for event in step_events(job)}
 
 
 def test_ctrl_c_ends_everything(lab: RayLab, start: StartJob):

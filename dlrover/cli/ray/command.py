@@ -88,7 +88,7 @@ def status(
     from dlrover.protocol.messages.job import AskStatus, JobStatus
     from dlrover.protocol.rpc.client import ask
 
-    with _found(job, address) as found:
+    with found_job(job, address) as found:
         account = found.account()
         reply = asyncio.run(ask(account.address, AskStatus(), token=account.token, tls=account.tls, timeout=10.0))
         assert isinstance(reply, JobStatus), f"the master answered AskStatus with {type(reply).__name__}"
@@ -105,7 +105,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
 ) -> None:
     """Print the output of a job's nodes: the newest 4 MiB, and with -f what follows."""
-    with _found(job, address) as found:
+    with found_job(job, address) as found:
         try:
             asyncio.run(found.follow(_print, is_following=follow))
         except KeyboardInterrupt:
@@ -129,7 +129,7 @@ def attach(job: JobName = "", address: Address = "") -> None:
 @app.command()
 def stop(job: JobName = "", address: Address = "") -> None:
     """End a running job in good order, on all its nodes."""
-    with _found(job, address) as found:
+    with found_job(job, address) as found:
         found.stop()
         echo(f"Job {found.name} is stopping.")
 
@@ -271,7 +271,7 @@ def _state_of(ray: Any, name: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _found(job: str, address: str) -> Iterator[SubmittedJob]:
+def found_job(job: str, address: str) -> Iterator[SubmittedJob]:
     """The job, as long as the context lasts."""
     from dlrover.cli.ray.driver import find_job
     from dlrover.platforms.ray.access import connected

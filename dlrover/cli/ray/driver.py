@@ -21,7 +21,7 @@ from dlrover.cli.ray.host import start_host
 from dlrover.cli.ray.messages import ACCOUNT, HOST, NEWS, HostAccount, HostNews, JobOver
 from dlrover.cli.ray.plan import RayRun, renamed
 from dlrover.platforms.ray import cluster
-from dlrover.platforms.ray.access import namespace_of
+from dlrover.platforms.ray.access import missing_module, namespace_of, say_missing
 from dlrover.platforms.ray.placement import demand_of, describe, fits
 from dlrover.platforms.ray.store import JobResult, JobStore, Registered, Registry
 from dlrover.protocol.errors import ConfigError, JobError, Unavailable
@@ -135,7 +135,9 @@ def submit(ray: Any, run: RayRun) -> SubmittedJob:
     except BaseException as error:
         remove_job(ray, plan.job_name, plan.job_uid)
         if isinstance(error, ray.exceptions.RayError):
-            raise ConfigError(f"The host of the job cannot be started: {first_lines(error)}") from error
+            module = missing_module(error)
+            why = say_missing(module, "the machine of the job's host") if module else first_lines(error)
+            raise ConfigError(f"The host of the job cannot be started: {why}") from error
         raise
     return SubmittedJob(ray, plan.job_name, plan.job_uid)
 

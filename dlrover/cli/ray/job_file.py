@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from dlrover.cli.options.scaling_settings import OPTIMIZE_MODES
 from dlrover.cli.ray.plan import NodeSize, RayRun, build_parser, build_run
 from dlrover.platforms.kubernetes.quantities import resource_of
 from dlrover.protocol.errors import ConfigError
@@ -140,6 +141,9 @@ def _spec_of(content: object, path: str) -> Mapping[str, object]:
         raise ConfigError(f"--job-spec {path}: the file has no `spec` with the job's nodes.")
     spec: dict[str, object] = content["spec"]
     _check_keys(spec, _SPEC_KEYS, f"{path}: spec")
+    if spec.get("optimizeMode", "") not in OPTIMIZE_MODES:
+        known = "manual, single-job, cluster"
+        raise ConfigError(f"{path}: spec.optimizeMode {spec['optimizeMode']!r} must be one of {known}.")
     return spec
 
 

@@ -20,6 +20,7 @@ from dlrover.cli.launch.discovery import new_launch
 from dlrover.cli.launch.hosted_command import check_command, passed_on, read_nodes, split_command
 from dlrover.cli.options.environment import read_environment
 from dlrover.cli.options.parser import Parsed, parse
+from dlrover.cli.options.scaling_settings import add_scaling_options, scaling_of
 from dlrover.cli.options.settings import Settings, build_settings, check_script, encode_settings
 from dlrover.cli.ray.messages import RayJobPlan
 from dlrover.core.fleet.commands import check_spec
@@ -30,6 +31,7 @@ from dlrover.platforms.ray.placement import Placement, demand_of
 from dlrover.platforms.ray.starter import RayNodes
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource
+from dlrover.protocol.messages.scaling import ScaleTerms
 
 PROGRAM = "dlrover ray run"
 STOP_MARGIN = 10.0
@@ -144,7 +146,12 @@ def build_run(
         job_name=name,
         nodes=nodes,
         summary=_summary(size, demand_of(size.resource, extra)),
-        master=_master(name, settings, fleet),
+        master=_master(
+            name,
+            settings,
+            fleet,
+            scaling_of(options, environ, tuner=settings.tuner, bounds=(size.min_nodes, size.max_nodes)).terms,
+        ),
         journal=settings.journal,
         has_variables=bool(variables),
         host_machine=options.host_machine,
@@ -227,7 +234,7 @@ def _job_environ(given: Mapping[str, str], name: str, job_uid: str, max_nodes: i
     }
 
 
-def _master(name: str, settings: Settings, fleet: FleetSpec) -> MasterConfig:
+def _master(name: str, settings: Settings, fleet: FleetSpec, scaling: ScaleTerms) -> MasterConfig:
     return MasterConfig(
         job_name=name,
         journal="",
@@ -235,6 +242,7 @@ def _master(name: str, settings: Settings, fleet: FleetSpec) -> MasterConfig:
         log_root=settings.environment.log_root,
         user=settings.environment.user,
         fleet=fleet,
+        scaling=scaling,
         pre_check_ops=settings.pre_check_ops,
         topology_querier=settings.topology_querier,
         topology_sorter=settings.topology_sorter,
@@ -340,6 +348,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="Ray's node id of the machine for the job's host and master (the head's)",
     )
+    add_scaling_options(add)
     add("--capacity", type=int, default=0, metavar="N", help="most nodes at a time (no limit)")
     add("--max-relaunches", default="3", metavar="R", help="how often a node rank may be relaunched (3)")
     add(

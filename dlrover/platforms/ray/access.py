@@ -97,6 +97,22 @@ def _check_listener(address: str) -> None:
         ) from error
 
 
+def missing_module(error: BaseException) -> str:
+    """What an actor could not import on its machine; empty: its failure has another cause."""
+    found = re.search(r"No module named '([\w.]+)'", str(error))
+    if found is None and "TemporaryActor" in str(error):
+        # Ray 2.40 puts this class in place of one that it cannot import, and does not say why. The package or one of its own is missing.
+        return "dlrover"
+    return found.group(1) if found else ""
+
+
+def say_missing(module: str, machine: str) -> str:
+    return (
+        f"The module {module} is not installed on {machine}. Install the same packages on every machine of the cluster, with "
+        "`pip install 'dlrover[ray]'`."
+    )
+
+
 def namespace_of(job_uid: str) -> str:
     return f"{NAMESPACE_PREFIX}{job_uid}"
 

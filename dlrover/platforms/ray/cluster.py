@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from dlrover.platforms.ray.placement import ClusterMachine
+from dlrover.platforms.ray.placement import AutoscalerState, ClusterMachine, outlook_of
 
 _AUTOSCALER_REPORT = b"__autoscaling_status"
 
@@ -41,27 +41,25 @@ def machines() -> list[ClusterMachine]:
 
 
 def has_autoscaler() -> bool:
-    return _v2_status() is not None or _v1_report() is not None
+    return autoscaler() is not None
 
 
 def outlook() -> str:
     """Whether machines are being added, in a sentence."""
+    return outlook_of(autoscaler())
+
+
+def autoscaler() -> AutoscalerState | None:
+    """None: the cluster has none."""
     status = _v2_status()
     if status is not None:
         num_pending = len(status.pending_nodes) + len(status.pending_launches)
-        return _say_pending(num_pending, len(status.failed_launches))
+        return AutoscalerState(num_pending=num_pending, num_failed=len(status.failed_launches))
     report = _v1_report()
     if report is not None:
         num_pending = len(report.get("pending_nodes", ())) + sum((report.get("pending_launches") or {}).values())
-        return _say_pending(num_pending, len(report.get("failed_nodes", ())))
-    return "The cluster has no autoscaler: the node waits until another job ends or a machine joins."
-
-
-def _say_pending(num_pending: int, num_failed: int) -> str:
-    failed = f" {num_failed} of its recent launches failed." if num_failed else ""
-    if num_pending:
-        return f"The autoscaler is adding {num_pending} machines.{failed}"
-    return f"The autoscaler is adding no machine now.{failed}"
+        return AutoscalerState(num_pending=num_pending, num_failed=len(report.get("failed_nodes", ())))
+    return None
 
 
 def _shown(resources: dict[str, float]) -> dict[str, float]:

@@ -42,6 +42,13 @@ class ClusterMachine(Struct, frozen=True, kw_only=True):
     """Seconds since 1970 when it will be taken away; None: it stays. 0: soon."""
 
 
+class AutoscalerState(Struct, frozen=True, kw_only=True):
+    num_pending: int
+    """Machines that it is adding."""
+    num_failed: int
+    """Recent launches that failed."""
+
+
 class MachineChoice(Struct, frozen=True):
     machine: str
     """Ray's node id; empty: none has room."""
@@ -95,7 +102,7 @@ def room_for(machines: Sequence[ClusterMachine], demand: Demand, *, num_living: 
     free = sum(_times(machine.free, demand) for machine in machines if machine.drained_at is None)
     reason = f"{free} nodes of {describe(demand)} fit into what {len(machines)} machines have free"
     if capacity and capacity - num_living < free:
-        return NodeRoom(max(0, capacity - num_living), f"{num_living} of at most {capacity} nodes run")
+        return NodeRoom(capacity - num_living, f"{num_living} of at most {capacity} nodes run")
     if capacity and num_living >= capacity:
         reason = f"{num_living} of at most {capacity} nodes run"
     return NodeRoom(free, reason)
@@ -145,3 +152,16 @@ def _why_not(
 
 def _amount(name: str, amount: float) -> str:
     return f"{amount / MIB:.0f} MiB memory" if name == MEMORY else f"{amount:g} {name}"
+
+
+def outlook_of(autoscaler: AutoscalerState | None) -> str:
+    """Whether machines are being added, in a sentence. None: the cluster has no autoscaler."""
+    if autoscaler is None:
+        return "The cluster has no autoscaler: the node waits until another job ends or a machine joins."
+    adding = f"{autoscaler.num_pending} {_machines(autoscaler.num_pending)}" if autoscaler.num_pending else "no machine"
+    failed = f" {autoscaler.num_failed} of its recent launches failed." if autoscaler.num_failed else ""
+    return f"The autoscaler is adding {adding} now.{failed}"
+
+
+def _machines(number: int) -> str:
+    return "machine" if number == 1 else "machines"

@@ -19,7 +19,7 @@ from msgspec import Struct
 from dlrover.platforms.base import NodeRoom, check_size
 from dlrover.platforms.hosted.starter import FoundNode, HostLedger, NodeEnding, OnWaiting, ending_of, short_name
 from dlrover.platforms.ray import cluster
-from dlrover.platforms.ray.access import namespace_of
+from dlrover.platforms.ray.access import missing_module, namespace_of, say_missing
 from dlrover.platforms.ray.messages import END, OUTPUT, ActorEnd, JobSecrets, NodeOrder, pack
 from dlrover.platforms.ray.node_actor import NodeActor
 from dlrover.platforms.ray.placement import (
@@ -182,7 +182,7 @@ class RayNode:
         except _GivenUp:
             self._finish(ActorEnd(exit_code=128 + signal.SIGTERM))
         except ray.exceptions.RayError as error:
-            self._on_lost(error)
+            await self._on_lost(error)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the edge of a task: whatever it is, the master has to hear of this node
@@ -268,15 +268,18 @@ class RayNode:
         if self.actor is not None:
             self._starter.kill_actor(self.actor)
 
-    def _on_lost(self, error: Exception) -> None:
+    async def _on_lost(self, error: Exception) -> None:
         if not self._is_wanted:
             self._finish(ActorEnd(exit_code=128 + signal.SIGTERM))
             return
         text = _cause(error)
-        if self.running.done():
-            is_out_of_memory = "low on memory" in text
+        is_out_of_memory = "low on memory" in text  # by Ray's memory monitor, perhaps before the node's first line
+        if self.running.done() or is_out_of_memory:
             self._finish(ActorEnd(exit_code=EXIT_LOST, is_out_of_memory=is_out_of_memory, cause=text))
             return
+        if module := missing_module(error):
+            host = await self._starter.host_of(self.machine)
+            text = say_missing(module, f"the machine {host}" if host else "a machine of the cluster")
         self._finish(ActorEnd(exit_code=EXIT_NO_START, cause=text))
         if _is_lasting(error):
             self._starter.on_fatal(f"{self.intent.name} cannot be started: {text}")
@@ -536,5 +539,5 @@ def _is_lasting(error: Exception) -> bool:
         return True
     if isinstance(error, ray.exceptions.RayTaskError):
         return True
-    text = str(error)
-    return isinstance(error, ray.exceptions.ActorDiedError) and ("ModuleNotFoundError" in text or "runtime_env" in text)
+    is_early = isinstance(error, ray.exceptions.ActorDiedError)
+    return is_early and (bool(missing_module(error)) or "runtime_env" in str(error))

@@ -133,6 +133,22 @@ class JobStore:
             delete(key)
 
 
+class ClusterKeyValues:
+    """The store as an object, for those who also run without a cluster."""
+
+    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
+        return put(key, value, overwrite=overwrite)
+
+    def get(self, key: str) -> bytes | None:
+        return get(key)
+
+    def delete(self, key: str) -> None:
+        delete(key)
+
+    def keys(self, prefix: str) -> list[str]:
+        return keys(prefix)
+
+
 def put(key: str, value: bytes, *, overwrite: bool = True) -> bool:
     """False: the key was there and was not overwritten."""
     from ray.experimental import internal_kv
