@@ -26,6 +26,8 @@ class ObjectKind(enum.StrEnum):
     ROLE = "Role"
     ROLE_BINDING = "RoleBinding"
     CLAIM = "PersistentVolumeClaim"
+    DISRUPTION_BUDGET = "PodDisruptionBudget"
+    NETWORK_POLICY = "NetworkPolicy"
 
 
 class CheckTemplates(Struct, frozen=True, kw_only=True):

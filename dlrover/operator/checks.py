@@ -73,7 +73,7 @@ def unused_fields(job: ElasticJob) -> str:
     spec = job.spec
     given = {
         "gang": spec.gang is not None,
-        "network": spec.network.policy or bool(spec.network.tls_secret_name),
+        "network.tlsSecretName": bool(spec.network.tls_secret_name),
         "enableElasticScheduling": not spec.enable_elastic_scheduling,
         "enableDynamicSharding": not spec.enable_dynamic_sharding,
     }
@@ -81,18 +81,12 @@ def unused_fields(job: ElasticJob) -> str:
         where = f"replicaSpecs.{type_name}"
         given[f"{where}.restartTimeout"] = bool(replica.restart_timeout)
         given[f"{where}.restartPolicy"] = bool(replica.restart_policy)
-        given[f"{where}.autoScale"] = not is_true_text(replica.auto_scale)
         given[f"{where}.batchScheduler"] = (replica.batch_scheduler or replica.old_batch_scheduler) not in (
             "",
             "default",
         )
     names_ = [name for name, is_given in given.items() if is_given]
     return f"Without effect in this version: {', '.join(names_)}." if names_ else ""
-
-
-def is_true_text(value: bool | str) -> bool:
-    """As the original reads it."""
-    return value if isinstance(value, bool) else value.strip().lower() in ("true", "yes", "t", "y")
 
 
 def first_pods(job: ElasticJob) -> tuple[JsonObject, ...]:

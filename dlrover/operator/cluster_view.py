@@ -21,7 +21,9 @@ from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.api import (
     CLAIMS,
     CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
+    NETWORK_POLICIES,
     NODES,
     PODS,
     ROLE_BINDINGS,
@@ -45,6 +47,8 @@ RESOURCES: dict[ObjectKind, ApiResource] = {
     ObjectKind.ROLE: ApiResource(ROLE_BINDINGS.group, ROLE_BINDINGS.version, "roles", "Role"),
     ObjectKind.ROLE_BINDING: ROLE_BINDINGS,
     ObjectKind.CLAIM: CLAIMS,
+    ObjectKind.DISRUPTION_BUDGET: DISRUPTION_BUDGETS,
+    ObjectKind.NETWORK_POLICY: NETWORK_POLICIES,
 }
 JobKey = tuple[str, str]
 """Namespace and name."""

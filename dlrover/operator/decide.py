@@ -7,8 +7,7 @@ no memory of them. Nothing here sets a finalizer: a job can be deleted while no 
 Order within a decision: events, status, other objects, the master's pod. Events come before the status because their
 names follow from their content: after a stop between the two they are sent again, and the API server has them already.
 
-Room for what comes later: plans and suspension of running jobs join between validity and succession; PodGroups,
-disruption budgets and network policies are further `owned_objects`.
+A job that is suspended while it runs: its master lets the nodes save and leave, then the operator deletes the master's pod.
 """
 
 from __future__ import annotations
@@ -31,15 +30,17 @@ from dlrover.operator.actions import (
 )
 from dlrover.operator.checks import Problem, first_pods, problem_of, unused_fields
 from dlrover.operator.master_pod import master_pod
-from dlrover.operator.master_state import is_ready, trouble_of
+from dlrover.operator.master_state import is_master, is_ready, trouble_of, verdict_of
 from dlrover.operator.observations import JobObjects, OperatorSettings
 from dlrover.operator.owned import kind_of, owned_objects
 from dlrover.operator.status import JobCourse, JobPhase, Truth, condition_of, is_true, next_status, write_at
-from dlrover.operator.succession import Succession, succession_of
+from dlrover.operator.succession import Succession, following, succession_of
 from dlrover.operator.timestamps import instant_of, text_of
 from dlrover.platforms.kubernetes import names
-from dlrover.platforms.kubernetes.elastic_job import CleanPodPolicy, ElasticJob
+from dlrover.platforms.kubernetes.elastic_job import CleanPodPolicy, ElasticJob, MasterRecord, SuspendPolicy
+from dlrover.platforms.kubernetes.job.fleet import fleet_of
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.fleet import NodeType, Strategy
 
 CONTROLLER = "elastic.iml.github.io/operator"
 """Value of `spec.managedBy` that means us, as an absent one does."""
@@ -47,6 +48,7 @@ CHECK_EVERY = 30.0
 """Seconds between two checks of templates that were refused: a missing PriorityClass may have been created."""
 LOOK_AGAIN = 5.0
 """Seconds. The event that we wait for tells us earlier; this is for an event that does not come."""
+_AT_REST = {kind: Truth(is_true=False, reason="Suspended") for kind in ("MasterReady", "Running")}
 LOST_WITH_JOURNAL = (
     "The master moved to another pod without its journal. Lost are the records of data shards since the last checkpoint "
     "that carries them, keys of the key-value store, and events. Set spec.master.journal to keep them."
@@ -64,7 +66,11 @@ def decide(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSett
         return _gated(job, seen, now, (validity.check,))
     if not has_started and validity.problem is not None:
         return _written(job, seen, now, _invalid(job, validity.problem), wake_at=validity.check_at)
-    if not has_started and job.spec.suspend:
+    if has_started and _is_without_master(job):
+        return _suspending(job, seen, now)
+    if not has_started and _is_without_master(job):
+        if reason := job.metadata.annotations.get(names.STOP):
+            return _written(job, seen, now, _stopped(job, now, reason))
         return _written(job, seen, now, _suspended(job))
     return _live(job, seen, now, settings, validity)
 
@@ -110,15 +116,77 @@ def _invalid(job: ElasticJob, problem: Problem) -> JobCourse:
     )
 
 
-def _suspended(job: ElasticJob) -> JobCourse:
-    sentence = "spec.suspend is true. Set it to false to start the job."
+def _suspended(job: ElasticJob, record: MasterRecord | None = None) -> JobCourse:
+    """`record`: of a job that has run."""
+    if record is None:
+        sentence = "spec.suspend is true. Set it to false to start the job."
+    else:
+        sentence = "spec.suspend is true. Set it to false, and the job goes on from its checkpoint."
     suspended = Truth(is_true=True, reason="SuspendedBySpec", message=sentence)
     valid = Truth(is_true=True, reason="TemplatesAccepted", message=unused_fields(job))
     return JobCourse(
         phase=JobPhase.SUSPENDED,
         reason="SuspendedBySpec",
         message=sentence,
-        conditions={"Valid": valid, "Suspended": suspended},
+        conditions={"Valid": valid, "Suspended": suspended} | ({} if record is None else _AT_REST),
+        master=record,
+    )
+
+
+def _is_without_master(job: ElasticJob) -> bool:
+    return bool(job.spec.suspend) and job.spec.suspend_policy is SuspendPolicy.DELETE_MASTER
+
+
+def _stopped(job: ElasticJob, now: float, reason: str) -> JobCourse:
+    """Of a job without a master: nobody else could end it."""
+    return _end(job, Succession(record=job.status.master or MasterRecord()), now, False, "StoppedByUser", reason)
+
+
+# A suspended job that has run.
+
+
+def _suspending(job: ElasticJob, seen: JobObjects, now: float) -> OperatorDecision:
+    """
+    The master lets its nodes save and leave. When they are gone, or no master can do it, the operator deletes what is left:
+    the master first, so that it replaces none of its nodes.
+    """
+    record = job.status.master or MasterRecord()
+    masters = [pod for pod in seen.pods if is_master(pod)]
+    nodes = [pod for pod in seen.pods if not is_master(pod)]
+    running = [pod for pod in nodes if pod.status.phase not in ("Succeeded", "Failed")]
+    verdict = next((found for pod in masters if (found := verdict_of(pod)) is not None), None)
+    if verdict is not None:
+        reason = verdict.reason or ("Completed" if verdict.is_success else "UnknownError")
+        succession = Succession(record=record)
+        return _written(job, seen, now, _end(job, succession, now, verdict.is_success, reason, verdict.sentence))
+    if not seen.pods:
+        if stop := job.metadata.annotations.get(names.STOP):
+            return _written(job, seen, now, _stopped(job, now, stop))
+        return _written(job, seen, now, _suspended(job, following(record, now)))
+    has_able_master = any(is_ready(pod) and not pod.metadata.deletion_timestamp for pod in masters)
+    if running and has_able_master and _can_release(job):
+        sentence = f"{len(running)} pods save and leave."
+        return _written(job, seen, now, _leaving(job, record, sentence), wake_at=now + LOOK_AGAIN)
+    doomed = [pod for pod in masters or nodes if pod.metadata.deletion_timestamp is None]
+    removals = tuple(DeleteObject(kind=ObjectKind.POD, name=pod.metadata.name, uid=pod.metadata.uid) for pod in doomed)
+    course = _leaving(job, record, f"The last {len(seen.pods)} pods leave.")
+    return _written(job, seen, now, course, removals, wake_at=now + LOOK_AGAIN)
+
+
+def _can_release(job: ElasticJob) -> bool:
+    """As the master decides it: workers that form one world."""
+    fleet = fleet_of(job)
+    return fleet.strategy is Strategy.ALLREDUCE and NodeType.PS not in fleet.replicas
+
+
+def _leaving(job: ElasticJob, record: MasterRecord, sentence: str) -> JobCourse:
+    phase = JobPhase(job.status.phase) if job.status.phase in tuple(JobPhase) else JobPhase.RUNNING
+    return JobCourse(
+        phase=phase,
+        reason="Suspending",
+        message=sentence,
+        conditions={"Suspended": Truth(is_true=False, reason="Suspending", message=sentence)},
+        master=record,
     )
 
 
@@ -208,9 +276,12 @@ def _course(
             reason=validity.problem.reason,
             message=f"{validity.problem.sentence} The running job keeps its former templates.",
         )
-    if job.spec.suspend:
-        sentence = "This version suspends a job only before its start. The job keeps running."
-        conditions["Suspended"] = Truth(is_true=False, reason="AlreadyStarted", message=sentence)
+    if job.spec.suspend:  # and the master stays
+        num_left = sum(1 for each in seen.pods if not is_master(each) and each.status.phase in ("Pending", "Running"))
+        left = f"{num_left} pods save and leave." if num_left else "The master stays (spec.suspendPolicy)."
+        conditions["Suspended"] = Truth(is_true=not num_left, reason="SuspendedBySpec", message=left)
+        if is_up and not num_left:
+            phase, reason, message = JobPhase.SUSPENDED, "SuspendedBySpec", left
     elif condition_of(job, "Suspended") is not None:
         conditions["Suspended"] = Truth(is_true=False, reason="Resumed")
     return JobCourse(

@@ -1,5 +1,5 @@
 """
-The objects of a job beside pods: services, token, rights, ledger, journal claim.
+The objects of a job beside pods: services, token, rights, ledger, journal claim, disruption budget, network policy.
 
 Each has the job as its owner, so the cluster deletes it after the job. Each is made once and never changed: what a
 person or another controller edits stays edited.
@@ -49,6 +49,10 @@ def owned_objects(job: ElasticJob) -> Iterator[CreateObject | CreateToken]:
     yield _create(job, ObjectKind.SERVICE, names.nodes_service(job.metadata.name), _nodes_service(job))
     if job.spec.master.journal is not None:
         yield _create(job, ObjectKind.CLAIM, claim_name(job), _claim(job))
+    if job.spec.disruption_budget and "worker" in job.spec.replica_specs:
+        yield _create(job, ObjectKind.DISRUPTION_BUDGET, f"elasticjob-{job.metadata.name}-workers", _budget(job))
+    if job.spec.network.policy:
+        yield _create(job, ObjectKind.NETWORK_POLICY, f"elasticjob-{job.metadata.name}", _network_policy(job))
 
 
 def kind_of(action: CreateObject | CreateToken) -> ObjectKind:
@@ -114,7 +118,32 @@ def _claim(job: ElasticJob) -> JsonObject:
     return {"spec": spec}
 
 
-_API_VERSIONS = dict.fromkeys((ObjectKind.ROLE, ObjectKind.ROLE_BINDING), "rbac.authorization.k8s.io/v1")
+def _budget(job: ElasticJob) -> JsonObject:
+    """
+    For drains. An elastic job can do without all pods above its minimum, however it is scaled; any other without one.
+
+    There is none for the master: a drain must always be able to go on, and a master that moves costs no step.
+    """
+    worker = job.spec.replica_specs["worker"]
+    least = worker.replicas if worker.min_replicas is None else worker.min_replicas
+    bound: JsonObject = {"minAvailable": least} if 0 < least < worker.replicas else {"maxUnavailable": 1}
+    labels = {names.JOB_UID: job.metadata.uid, names.REPLICA_TYPE: "worker"}
+    return {"spec": {**bound, "selector": {"matchLabels": labels}}}
+
+
+def _network_policy(job: ElasticJob) -> JsonObject:
+    """Pods of the job admit each other and the operator."""
+    own = {"matchLabels": {names.JOB_UID: job.metadata.uid}}
+    operator = {"matchLabels": {names.APP_NAME: names.APP_DLROVER}}
+    admitted = [{"podSelector": own}, {"podSelector": operator, "namespaceSelector": {}}]
+    return {"spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": admitted}]}}
+
+
+_API_VERSIONS = {
+    **dict.fromkeys((ObjectKind.ROLE, ObjectKind.ROLE_BINDING), "rbac.authorization.k8s.io/v1"),
+    ObjectKind.DISRUPTION_BUDGET: "policy/v1",
+    ObjectKind.NETWORK_POLICY: "networking.k8s.io/v1",
+}
 
 
 def _create(

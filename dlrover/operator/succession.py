@@ -73,6 +73,13 @@ def succession_of(job: ElasticJob, seen: JobObjects, now: float) -> Succession:
     return replace(found, removals=(*found.removals, *strays, *old), creates=found.creates and not strays)
 
 
+def following(record: MasterRecord, now: float) -> MasterRecord:
+    """After a suspension, when no pod is left. Its end costs no restart. The next pod has a name of its own."""
+    if not record.uid:
+        return record
+    return replace(record, index=record.index + 1, uid="", gone_at=text_of(now), forgiven_crashes=0)
+
+
 def _record(record: MasterRecord | None, masters: list[Pod]) -> MasterRecord:
     """A status that was lost, for example in a restored backup, is read back from the pods."""
     record = record or MasterRecord()

@@ -9,6 +9,7 @@ import pytest
 
 from dlrover.operator.actions import ApplyStatus, CheckTemplates, CreateObject, DeleteObject, ObjectKind
 from dlrover.operator.decide import CONTROLLER
+from dlrover.platforms.kubernetes import names
 from tests.operator.model import MACHINE, START, ModelCluster, job_body, template
 
 DONE = json.dumps({"stage": "succeeded", "reason": "Completed", "sentence": "All workers ended well."})
@@ -36,6 +37,7 @@ def test_a_new_job_gets_its_objects_and_its_master() -> None:
         ("ConfigMap", "elasticjob-demo-ledger"),
         ("Service", "elasticjob-demo-dlrover-master"),
         ("Service", "elasticjob-demo-nodes"),
+        ("PodDisruptionBudget", "elasticjob-demo-workers"),
     }
     owners = [each["metadata"]["ownerReferences"][0] for each in (*cluster.others.values(), *cluster.pods.values())]
     assert all(owner["uid"] == "uid-1" and owner["controller"] and owner["blockOwnerDeletion"] for owner in owners)
@@ -49,7 +51,7 @@ def test_fields_without_effect_are_named_in_the_status() -> None:
     cluster = ModelCluster(job_body(replicaSpecs={"worker": worker}, enableDynamicSharding=False, gang={}))
     cluster.run()
     valid = cluster.condition("Valid")
-    fields = "gang, enableDynamicSharding, replicaSpecs.worker.restartTimeout, replicaSpecs.worker.autoScale"
+    fields = "gang, enableDynamicSharding, replicaSpecs.worker.restartTimeout"
     assert (valid.status, valid.message) == ("True", f"Without effect in this version: {fields}.")
     cluster = ModelCluster()
     cluster.run()
@@ -171,6 +173,90 @@ def test_a_job_that_is_suspended_from_the_start_waits_and_then_starts() -> None:
     cluster.settle()
     assert cluster.status.phase == "Running"
     assert cluster.condition("Suspended").status == "False"
+
+
+def test_a_running_job_is_suspended_and_resumed_without_a_restart_counted() -> None:
+    cluster = running()
+    worker = cluster.add_worker(0)
+    cluster.body["spec"]["suspend"] = True
+    cluster.body["metadata"]["generation"] = 2
+    cluster.run()
+    assert cluster.condition("Suspended").reason == "Suspending", "the master lets its nodes save and leave"
+    assert set(cluster.pods) == {cluster.master(0), worker}
+    del cluster.pods[worker]
+    cluster.run()
+    for name in list(cluster.pods):
+        cluster.finish_deletion(name)
+    cluster.run()
+    assert cluster.pods == {}
+    assert cluster.status.phase == "Suspended"
+    assert cluster.condition("Suspended").status == "True"
+    cluster.body["spec"]["suspend"] = False
+    cluster.body["metadata"]["generation"] = 3
+    cluster.settle()
+    assert set(cluster.pods) == {cluster.master(1)}
+    assert cluster.status.master.restarts == 0
+    assert cluster.condition("Suspended").status == "False"
+
+
+def test_without_an_able_master_the_operator_ends_the_pods_of_a_suspended_job() -> None:
+    cluster = running()
+    worker = cluster.add_worker(0)
+    del cluster.pods[cluster.master(0)]
+    cluster.body["spec"]["suspend"] = True
+    cluster.run()
+    assert "deletionTimestamp" in cluster.pods[worker]["metadata"]
+    for name in list(cluster.pods):
+        cluster.finish_deletion(name)
+    cluster.run()
+    assert (cluster.pods, cluster.status.phase) == ({}, "Suspended")
+
+
+def test_a_suspended_job_keeps_its_master_if_its_policy_says_so() -> None:
+    cluster = ModelCluster(job_body(suspend=True, suspendPolicy="KeepMaster"))
+    cluster.settle()
+    assert set(cluster.pods) == {cluster.master(0)}
+    assert cluster.status.phase == "Suspended"
+    cluster.body["spec"]["suspend"] = False
+    cluster.settle()
+    assert cluster.status.phase == "Running"
+
+
+def test_a_suspended_job_can_be_stopped_although_it_has_no_master() -> None:
+    cluster = ModelCluster(job_body(suspend=True, metadata={"annotations": {names.STOP: "not needed"}}))
+    cluster.run()
+    assert (cluster.status.phase, cluster.condition("Failed").reason) == ("Failed", "StoppedByUser")
+
+
+@pytest.mark.parametrize(
+    ("worker", "bound"),
+    [
+        ({"replicas": 4}, {"maxUnavailable": 1}),
+        ({"replicas": 4, "minReplicas": 4}, {"maxUnavailable": 1}),
+        ({"replicas": 4, "minReplicas": 2, "maxReplicas": 6}, {"minAvailable": 2}),
+    ],
+)
+def test_a_drain_takes_no_more_pods_than_the_job_can_do_without(worker: dict[str, int], bound: dict[str, int]) -> None:
+    cluster = ModelCluster(job_body(replicaSpecs={"worker": {**worker, "template": template()}}))
+    cluster.run()
+    budget = cluster.others[ObjectKind.DISRUPTION_BUDGET, "elasticjob-demo-workers"]["spec"]
+    labels = {"elasticjob.dlrover/uid": "uid-1", "elasticjob.dlrover/replica-type": "worker"}
+    assert budget == {**bound, "selector": {"matchLabels": labels}}
+    without = ModelCluster(job_body(disruptionBudget=False))
+    without.run()
+    assert (ObjectKind.DISRUPTION_BUDGET, "elasticjob-demo-workers") not in without.others
+
+
+def test_a_network_policy_is_made_on_request_and_admits_the_job_and_the_operator() -> None:
+    cluster = ModelCluster(job_body(network={"policy": True}))
+    cluster.run()
+    spec = cluster.others[ObjectKind.NETWORK_POLICY, "elasticjob-demo"]["spec"]
+    own = {"matchLabels": {"elasticjob.dlrover/uid": "uid-1"}}
+    operator = {"matchLabels": {"app.kubernetes.io/name": "dlrover"}}
+    assert spec["podSelector"] == own
+    assert spec["ingress"] == [
+        {"from": [{"podSelector": own}, {"podSelector": operator, "namespaceSelector": {}}]},
+    ]
 
 
 def test_the_phase_follows_the_master() -> None:

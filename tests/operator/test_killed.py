@@ -131,6 +131,12 @@ class KilledOperator(RuleBasedStateMachine):
         if self.cluster.others:
             del self.cluster.others[data.draw(st.sampled_from(sorted(self.cluster.others)))]
 
+    @rule(suspend=st.booleans())
+    def person_suspends_or_resumes(self, suspend: bool) -> None:
+        if bool(self.cluster.body["spec"].get("suspend")) != suspend:
+            self.cluster.body["spec"]["suspend"] = suspend
+            self.cluster.body["metadata"]["generation"] += 1
+
     @rule()
     def api_server_refuses_the_next_master(self) -> None:
         self.cluster.refused = {self.cluster.master(index): "exceeded quota" for index in range(200)}
@@ -165,6 +171,7 @@ class KilledOperator(RuleBasedStateMachine):
         cluster = self.cluster
         cluster.refused = {}
         cluster.not_ready = {}
+        cluster.body["spec"]["suspend"] = False
         cluster.restart_operator()
         cluster.settle(hours=24)
         acting = [name for name in cluster.masters() if is_acting(cluster.pods[name])]
@@ -172,7 +179,7 @@ class KilledOperator(RuleBasedStateMachine):
         cluster.start(acting[0])  # its container may have waited after a crash
         cluster.settle(hours=24)
         assert cluster.status.phase == "Running"
-        assert len(cluster.others) == 8
+        assert len(cluster.others) == 9
         assert cluster.decide().actions == ()
 
 

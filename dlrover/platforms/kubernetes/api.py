@@ -335,6 +335,29 @@ class ClusterApi:
         finally:
             response.close()
 
+    async def read_log(
+        self, pod: str, *, namespace: str, container: str, follow: bool = False, tail: int | None = None
+    ) -> AsyncGenerator[bytes | ApiRefusal, None]:
+        """The output of a container in pieces as they come; with `follow` until it ends. A refusal is the only item."""
+        path = PODS.path(namespace, pod, "log")
+        query = {
+            "container": container,
+            "follow": "true" if follow else "",
+            "tailLines": "" if tail is None else str(tail),
+        }
+        response = await self._open("GET", path, query)
+        try:
+            if response.status != 200:
+                body = await self._read(response, f"GET {path}")
+                yield refusal_of(response.status, body, asked=f"GET {path}", retry_after=_retry_after(response))
+                return
+            async for chunk in response.content.iter_any():
+                yield chunk
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(f"GET {path}", error) from error
+        finally:
+            response.close()
+
     async def _object(
         self,
         method: str,

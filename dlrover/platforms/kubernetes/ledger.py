@@ -124,6 +124,16 @@ class JobLedger:
 
         return bool(await self._submit(note))
 
+    async def note_sizes(self, sizes: Mapping[str, int], master_epoch: int) -> None:
+        """How many nodes of each type people want, as it was carried out. Raises `Unavailable`."""
+
+        def note(state: LedgerState) -> tuple[LedgerState, object]:
+            if master_epoch < state.epoch:
+                raise Unavailable(f"Another master runs the job: epoch {state.epoch}, and ours is {master_epoch}.")
+            return replace(state, sizes=tuple(sorted(sizes.items())), epoch=master_epoch), None
+
+        await self._submit(note)
+
     @contextlib.contextmanager
     def carrying_out(self) -> Iterator[None]:
         """Around what follows an entry. Meanwhile other entries wait a moment for more to come."""

@@ -35,6 +35,8 @@ OLD_JOB_NAME = "elasticjob-name"
 """Published examples of manual plans use it."""
 SCALE_TYPE = "scale-type"
 
+STOP = "elasticjob.dlrover/stop"
+"""Annotation of an ElasticJob: its master ends the job in good order. The value is the reason."""
 LAUNCH = "elasticjob.dlrover/launch"
 """Annotation with the intent that made a pod, without its environment."""
 

@@ -54,6 +54,7 @@ from dlrover.platforms.kubernetes.job.ledger_state import LedgerEntry, LedgerSta
 from dlrover.platforms.kubernetes.ledger import JobLedger
 from dlrover.platforms.kubernetes.lookout import PodLookout
 from dlrover.platforms.kubernetes.objects import ConfigMap, Pod, Stub, decode
+from dlrover.platforms.kubernetes.orders.book import Ask, OrderBook
 from dlrover.platforms.kubernetes.pods import PodJob, pod_of
 from dlrover.platforms.kubernetes.room import find_room
 from dlrover.protocol.error_codes import ErrorCode
@@ -91,6 +92,8 @@ class PodPlatform:
             own_addresses=True, can_limit_memory=True, can_cordon=can_cordon, knows_room=True
         )
         self._can_cordon = can_cordon
+        self._timing = timing
+        self._orders: OrderBook | None = None
         self._ledger = JobLedger(api, namespace=job.namespace, name=names.ledger_name(job.name), job_uid=job.uid)
         self._lookout = PodLookout(listing=self._listing, on_spare=self._delete_spare)
         self._pods = Informer(
@@ -168,6 +171,18 @@ class PodPlatform:
         )
         if not isinstance(answer, FoundObject):
             raise Unavailable(f"The status of {self._job.name} cannot be written: {answer.message}")
+
+    async def begin_orders(self, ask: Ask, master_epoch: int) -> None:
+        await self._open()
+        self._orders = OrderBook(self._api, self._job, self._ledger, master_epoch=master_epoch, timing=self._timing)
+        await self._orders.begin(ask)
+
+    async def take_orders(self, ask: Ask, master_epoch: int) -> None:
+        await self._open()
+        if self._orders is None:
+            await self.begin_orders(ask, master_epoch)
+        assert self._orders is not None
+        await self._orders.run(ask)
 
     async def close(self) -> None:
         tasks = [*self._tasks, *self._sparing.values()]

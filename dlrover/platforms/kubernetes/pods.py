@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import JsonObject
+from dlrover.platforms.kubernetes.objects import Pod
 from dlrover.platforms.kubernetes.quantities import MIB, cpu_of, memory_mb_of, quantity
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, Rejected
@@ -137,6 +138,12 @@ def main_container(spec: Mapping[str, object]) -> JsonObject:
             return cast(JsonObject, container)
     found = ", ".join(str(each.get("name")) for each in containers)
     raise ConfigError(f"There are several containers ({found}). Name the one that trains `main`.")
+
+
+def main_name(pod: Pod) -> str:
+    """Name of the container that trains."""
+    containers = [container.name for container in pod.spec.containers]
+    return containers[0] if len(containers) == 1 else names.MAIN_CONTAINER
 
 
 def requests_of(template: Mapping[str, object]) -> JsonObject:

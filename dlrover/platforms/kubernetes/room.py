@@ -11,6 +11,7 @@ at, spread and pod affinities are not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import cast
 
@@ -140,7 +141,7 @@ def quota_room(wanted: WantedPod, quotas: Iterable[ScopedQuota]) -> NodeRoom:
             if not each:
                 continue
             used = quota.status.used.get(name, "0")
-            free = int(max(0.0, quantity(limit) - quantity(used)) // each)
+            free = math.floor((quantity(limit) - quantity(used)) / each)
             if tightest.free is None or free < tightest.free:
                 tightest = NodeRoom(free, f"{used} of at most {limit} {name} are in use (quota {quota.metadata.name})")
     return tightest

@@ -109,6 +109,18 @@ class TrainingJob:
         assert found is not None
         return found
 
+    async def until_replaced_master(self, lost: Body) -> None:
+        async def is_replaced() -> bool:
+            masters = await self.running("dlrover-master")
+            ready = [
+                pod
+                for pod in masters.values()
+                if any(each["type"] == "Ready" and each["status"] == "True" for each in pod["status"]["conditions"])
+            ]
+            return any(pod["metadata"]["uid"] != lost["metadata"]["uid"] for pod in ready)
+
+        await self.cluster.until(is_replaced, f"{self.name} has another master", _DEADLINE)
+
     async def until_ended(self) -> str:
         async def is_ended() -> str:
             phase = str((await self.status()).get("phase", ""))

@@ -36,14 +36,21 @@ class Service:
         self.cluster = cluster
         self.faults = faults
         self._bookmark_every = bookmark_every
+        self._logs: dict[tuple[str, str], bytes] = {}
+        """What containers wrote, by namespace and pod. A real server asks the kubelet; here a test says it."""
 
     def add_routes(self, app: web.Application) -> None:
         self.faults.add_routes(app)
         app.router.add_post("/test/compact", self._compact)
+        app.router.add_put("/test/logs/{namespace}/{pod}", self._write_log)
         app.router.add_route("*", "/{path:.*}", self._answer)
 
     async def _compact(self, request: web.Request) -> web.Response:
         self.cluster.store.compact()
+        return _json(200, {})
+
+    async def _write_log(self, request: web.Request) -> web.Response:
+        self._logs[request.match_info["namespace"], request.match_info["pod"]] = await request.read()
         return _json(200, {})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -68,6 +75,12 @@ class Service:
         if verb == "watch":
             return await self._watch(request, target)
         raw = await _read(request)
+        if target.subresource == "log" and verb == "get":
+            self.cluster.registry.find(target.kind, target.namespace, target.name)
+            text = self._logs.get((target.namespace, target.name), b"")
+            last = int(request.query.get("tailLines", "0"))
+            lines = text.splitlines(keepends=True)
+            return web.Response(body=b"".join(lines[-last:] if last else lines), content_type="text/plain")
         if target.subresource not in ("", "status"):
             body = parse(raw) if raw else {}
             options = _write_options(request, target, b"")
@@ -205,6 +218,7 @@ async def _send(
             await response.write(text)
     finally:
         breaker.cancel()
+        await asyncio.gather(breaker, return_exceptions=True)
 
 
 def _verb_of(request: web.Request, target: Target) -> str:

@@ -12,7 +12,7 @@ from dlrover.protocol.errors import Unavailable
 
 @pytest.mark.parametrize("used", ["", "0", "0+", "0-6,7+", "0-1023,1031", "0-2+,3,5-9+"])
 def test_a_ledger_reads_as_it_was_written(used):
-    data = {"epoch": "4", "used": used, "plans": "a,b"}
+    data = {"epoch": "4", "used": used, "plans": "a,b", "sizes": "ps=1,worker=3"}
     assert encode_state(decode_state(data)) == data
 
 

@@ -60,8 +60,9 @@ def test_quotas_of_some_pods_only_say_nothing():
     assert quota_room(wanted(), []).free is None
 
 
-def test_a_quota_that_is_overdrawn_leaves_nothing():
-    assert quota_room(wanted(), [quota({"pods": "2"}, {"pods": "5"})]).free == 0
+def test_a_quota_that_is_overdrawn_says_how_many_have_to_go():
+    assert quota_room(wanted(), [quota({"pods": "2"}, {"pods": "5"})]).free == -3
+    assert quota_room(wanted(), [quota({"pods": "5"}, {"pods": "5"})]).free == 0
 
 
 def test_each_machine_is_filled_on_its_own():

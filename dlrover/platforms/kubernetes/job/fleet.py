@@ -88,6 +88,16 @@ def pod_job_of(
     )
 
 
+def scaled_types(job: ElasticJob) -> tuple[NodeType, ...]:
+    """Whose number and size the job may change by itself (`autoScale`, true unless it says otherwise)."""
+    return tuple(node_type for node_type, _, replica in training_types(job) if is_true_text(replica.auto_scale))
+
+
+def is_true_text(value: bool | str) -> bool:
+    """As the original reads it."""
+    return value if isinstance(value, bool) else value.strip().lower() in ("true", "yes", "t", "y")
+
+
 def training_types(job: ElasticJob) -> Iterator[tuple[NodeType, str, JobReplica]]:
     """Without the master's own template. Raises `ConfigError` for a type that does not exist."""
     seen: dict[NodeType, str] = {}

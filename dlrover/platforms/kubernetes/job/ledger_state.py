@@ -38,6 +38,8 @@ class LedgerState(Struct, frozen=True, kw_only=True):
     """Ascending, without overlaps; neighbours differ in `is_open`."""
     plans: tuple[str, ...] = ()
     """Oldest first."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Type and number of nodes, as people's newest number for each was carried out."""
 
     @property
     def next_id(self) -> int:
@@ -66,7 +68,10 @@ def encode_state(state: LedgerState) -> dict[str, str]:
         (str(span.first) if span.first == span.last else f"{span.first}-{span.last}") + "+" * span.is_open
         for span in state.used
     )
-    return {"epoch": str(state.epoch), "used": ",".join(spans), "plans": ",".join(state.plans)}
+    data = {"epoch": str(state.epoch), "used": ",".join(spans), "plans": ",".join(state.plans)}
+    if state.sizes:
+        data["sizes"] = ",".join(f"{name}={count}" for name, count in state.sizes)
+    return data
 
 
 def decode_state(data: dict[str, str]) -> LedgerState:
@@ -74,13 +79,14 @@ def decode_state(data: dict[str, str]) -> LedgerState:
     try:
         epoch = int(data.get("epoch") or 0)
         spans = [_span(text) for text in data.get("used", "").split(",") if text]
+        sizes = tuple(_size(text) for text in data.get("sizes", "").split(",") if text)
     except ValueError as error:
         raise Unavailable(f"The job's ledger is damaged ({error}). Correct its ConfigMap by hand.") from error
     for before, after in pairwise(spans):
         if after.first <= before.last:
             raise Unavailable(f"The job's ledger is damaged: {data['used']!r} is not ascending. Correct it by hand.")
     plans = tuple(uid for uid in data.get("plans", "").split(",") if uid)
-    return LedgerState(epoch=epoch, used=tuple(_joined(iter(spans))), plans=plans[-MAX_PLANS:])
+    return LedgerState(epoch=epoch, used=tuple(_joined(iter(spans))), plans=plans[-MAX_PLANS:], sizes=sizes)
 
 
 class LedgerEntry(enum.Enum):
@@ -115,7 +121,7 @@ def recovered(state: LedgerState, known: LedgerState) -> LedgerState:
         state = state.marked(range(span.first, span.last + 1), is_open=span.is_open)
     for uid in known.plans:
         state = state.with_plan(uid)
-    return replace(state, epoch=max(state.epoch, known.epoch))
+    return replace(state, epoch=max(state.epoch, known.epoch), sizes=state.sizes or known.sizes)
 
 
 def settled(state: LedgerState, answered: Mapping[int, int]) -> LedgerState:
@@ -158,6 +164,11 @@ def _joined(spans: Iterator[Span]) -> Iterator[Span]:
             current = span
     if current is not None:
         yield current
+
+
+def _size(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    return name, int(count)
 
 
 def _span(text: str) -> Span:

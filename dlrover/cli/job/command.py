@@ -1,0 +1,370 @@
+"""
+`dlrover job submit | list | describe | logs | stop | suspend | resume | scale`: jobs of a cluster, and jobs on this host.
+
+A job is found by `--addr`, by `--namespace`, else on this host, else in the cluster of the kubeconfig. If both have one of that
+name, the command asks which is meant. `kubectl dlrover` is the same program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from dlrover.cli.connection import JobConnection, find_local_job
+from dlrover.cli.tables import echo, table_console
+from dlrover.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dlrover.cli.job.cluster_jobs import ClusterJobs
+    from dlrover.platforms.kubernetes.elastic_job import ElasticJob
+    from dlrover.platforms.kubernetes.objects import Pod
+
+EXIT_INTERRUPTED = 130
+T = TypeVar("T")
+
+app = typer.Typer(name="job", help="Submit, watch and steer jobs of a cluster or of this host.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="Name of the job.")]
+Namespace = Annotated[
+    str, typer.Option("--namespace", "-n", help="Namespace of a cluster (that of the kubeconfig's context).")
+]
+Address = Annotated[str, typer.Option("--addr", "--master", help="Master's HOST:PORT, for a job outside of a cluster.")]
+TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, with --addr.")]
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def submit(
+    context: typer.Context,
+    file: Annotated[
+        str, typer.Argument(help="File with an ElasticJob; - for standard input. Or give -- COMMAND.")
+    ] = "",
+    namespace: Namespace = "",
+    name: Annotated[str, typer.Option("--name", help="With -- COMMAND: name of the job.")] = "",
+    image: Annotated[str, typer.Option("--image", help="With -- COMMAND: the container that runs it.")] = "",
+    nodes: Annotated[str, typer.Option("--nodes", help="With -- COMMAND: N, or MIN:MAX.")] = "1",
+    cpu: Annotated[str, typer.Option("--cpu", help="With -- COMMAND: cores of each node, such as 4 or 500m.")] = "",
+    memory: Annotated[str, typer.Option("--memory", help="With -- COMMAND: of each node, such as 8Gi.")] = "",
+    gpus: Annotated[int, typer.Option("--gpus", help="With -- COMMAND: of each node.", min=0)] = 0,
+    is_suspended: Annotated[bool, typer.Option("--suspended", help="Submit it suspended, for a queue.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Show progress until the job ends, and exit as it does.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the object and create nothing.")] = False,
+) -> None:
+    """Create an ElasticJob in a cluster: from a file, or from a command line after `--`."""
+    from dlrover.cli.job.manifest import CommandJob, job_of_command, read_documents
+
+    # click hands the first word behind `--` to the argument if no file was given.
+    command = [*([file] if file and name else []), *context.args]
+    if name:
+        if not command:
+            raise ConfigError(
+                "--name is for a command line. Give it after --: dlrover job submit --name a -- dlrover-run …"
+            )
+        wish = CommandJob(
+            name=name,
+            image=image,
+            command=command,
+            nodes=nodes,
+            cpu=cpu,
+            memory=memory,
+            gpus=gpus,
+            is_suspended=is_suspended,
+        )
+        documents = [job_of_command(wish)]
+    elif not file or context.args:
+        raise ConfigError("Give a FILE with an ElasticJob, or --name NAME --image IMAGE -- COMMAND.")
+    else:
+        documents = read_documents(file)
+        if is_suspended:
+            (job,) = (each for each in documents if each.get("kind") == "ElasticJob")
+            job.setdefault("spec", {})["suspend"] = True
+    if dry_run:
+        echo(_as_yaml(documents))
+        return
+    raise typer.Exit(_run(namespace, lambda jobs: _submit(jobs, documents, wait=wait)))
+
+
+async def _submit(jobs: ClusterJobs, documents: list[dict[str, Any]], *, wait: bool) -> int:
+    from dlrover.cli.job.progress import wait_for_end
+
+    ordered = sorted(documents, key=lambda each: each.get("kind") == "ElasticJob")  # what the job needs comes first
+    for document in ordered:
+        await jobs.create(document, is_trial=True)
+    for document in ordered:
+        await jobs.create(document)
+    metadata = ordered[-1]["metadata"]
+    name = str(metadata["name"])
+    jobs.namespace = str(metadata.get("namespace") or jobs.namespace)
+    echo(f"Job {name} is submitted to {jobs.namespace}.")
+    if not wait:
+        return 0
+    try:
+        return await wait_for_end(jobs, name, echo)
+    except asyncio.CancelledError:
+        sys.stderr.write(f"The job {name} keeps running. Stop it with: dlrover job stop {name} -n {jobs.namespace}\n")
+        raise
+
+
+@app.command(name="list")
+def list_jobs(
+    namespace: Namespace = "",
+    is_everywhere: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Of all namespaces.")] = False,
+) -> None:
+    """List the jobs on this host, and those of the cluster if there is one."""
+    from rich.table import Table
+
+    from dlrover.cli.job.progress import rows_of
+
+    local = [] if namespace or is_everywhere else _local_names()
+    table = Table("NAME", "WHERE", "PHASE", "READY", "ROUND", "STEP", "AGE", box=None)
+    for name in local:
+        table.add_row(name, "this host", "Running", "-", "-", "-", "-")
+    try:
+        found = _run(namespace, lambda jobs: jobs.list(is_everywhere=is_everywhere))
+    except ConfigError as error:
+        if not local:
+            raise
+        echo(f"Jobs of a cluster are not shown: {error}", err=True)
+        found = ()
+    for row in rows_of(found):
+        table.add_row(*row)
+    if not table.row_count:
+        typer.echo("No jobs.")
+        return
+    table_console().print(table)
+
+
+@app.command()
+def describe(
+    name: Name,
+    namespace: Namespace = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+) -> None:
+    """Show a job: its phase and why, its pods, and what happened."""
+    if local := _local(name, namespace, addr, token_file):
+        from dlrover.cli.show.status import show
+        from dlrover.protocol.messages.job import AskStatus, JobStatus
+
+        show(local.ask(AskStatus(), JobStatus), table_console())
+        return
+
+    async def look(jobs: ClusterJobs) -> None:
+        from dlrover.cli.job.progress import page_of
+
+        job = await jobs.get(name)
+        for line in page_of(job, await jobs.pods(job), await jobs.events(job)):
+            echo(line)
+
+    _run(namespace, look)
+
+
+@app.command()
+def logs(
+    name: Name,
+    namespace: Namespace = "",
+    rank: Annotated[str, typer.Option("--rank", help="worker-3 (or 3), chief-0, or master. Not given: worker-0.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the pod ends.")] = False,
+    tail: Annotated[int, typer.Option("--tail", help="So many lines from the end; 0: all.", min=0)] = 0,
+) -> None:
+    """Print what a node of a job in a cluster has written."""
+
+    async def read(jobs: ClusterJobs) -> None:
+        job = await jobs.get(name)
+        pod = _pod_of(await jobs.pods(job), rank or "worker-0", name)
+        async for piece in jobs.log(pod, follow=follow, tail=tail or None):
+            sys.stdout.buffer.write(piece)
+            sys.stdout.flush()
+
+    _run(namespace, read)
+
+
+@app.command()
+def stop(
+    name: Name,
+    namespace: Namespace = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    reason: Annotated[str, typer.Option(help="For the status and the report.")] = "dlrover job stop",
+    is_deleted: Annotated[
+        bool, typer.Option("--delete", help="Delete the job and everything of it from the cluster.")
+    ] = False,
+) -> None:
+    """End a job in good order, on all its nodes."""
+    if local := _local(name, namespace, addr, token_file):
+        from dlrover.protocol.messages.job import StopJob
+
+        local.send(StopJob(message=reason))
+        typer.echo("The job is stopping.")
+        return
+
+    async def end(jobs: ClusterJobs) -> None:
+        from dlrover.cli.job.progress import is_over
+        from dlrover.platforms.kubernetes.names import STOP
+
+        job = await jobs.get(name)
+        if is_deleted:
+            await jobs.delete(name)
+            typer.echo(f"The job {name} is being deleted.")
+        elif is_over(job):
+            typer.echo(f"The job {name} has ended already ({job.status.phase}).")
+        else:
+            await jobs.change(name, {"metadata": {"annotations": {STOP: reason or "stopped"}}})
+            typer.echo(f"The job {name} is stopping.")
+
+    _run(namespace, end)
+
+
+@app.command()
+def suspend(
+    name: Name,
+    namespace: Namespace = "",
+    addr: Address = "",
+    token_file: TokenFile = "",
+    is_releasing: Annotated[
+        bool, typer.Option("--release/--keep-nodes", help="Let the running nodes save and leave (a cluster's default).")
+    ] = True,
+) -> None:
+    """Pause a job: its nodes save and leave. `resume` brings new ones, which go on from the checkpoint."""
+    if local := _local(name, namespace, addr, token_file):
+        from dlrover.protocol.messages.fleet import SuspendJob
+
+        local.send(SuspendJob(reason="dlrover job suspend", is_releasing=is_releasing))
+        typer.echo("The job is suspended; `dlrover job resume` ends that.")
+        return
+    if not is_releasing:
+        raise ConfigError("--keep-nodes is for jobs outside of a cluster: a suspended ElasticJob has no pods.")
+    _change(
+        namespace,
+        name,
+        {"spec": {"suspend": True}},
+        f"The job {name} is suspended; `dlrover job resume {name}` ends that.",
+    )
+
+
+@app.command()
+def resume(name: Name, namespace: Namespace = "", addr: Address = "", token_file: TokenFile = "") -> None:
+    """End the suspension of a job."""
+    if local := _local(name, namespace, addr, token_file):
+        from dlrover.protocol.messages.fleet import ResumeJob
+
+        local.send(ResumeJob())
+        typer.echo("The job is resumed.")
+        return
+    _change(namespace, name, {"spec": {"suspend": False}}, f"The job {name} is resumed.")
+
+
+@app.command()
+def scale(
+    name: Name,
+    nodes: Annotated[int, typer.Argument(help="How many nodes the job shall have.", min=0)],
+    namespace: Namespace = "",
+    node_type: Annotated[str, typer.Option("--type", help="Type of the nodes.")] = "worker",
+    addr: Address = "",
+    token_file: TokenFile = "",
+) -> None:
+    """Change how many nodes a job has."""
+    if local := _local(name, namespace, addr, token_file):
+        from dlrover.cli.node_types import node_type_of
+        from dlrover.protocol.messages.fleet import NodeType, ScaleJob, ScaleReplicas
+
+        kind = node_type_of(node_type)
+        is_world = kind is NodeType.WORKER
+        local.send(
+            ScaleJob(min_nodes=nodes, max_nodes=nodes) if is_world else ScaleReplicas(node_type=kind, count=nodes)
+        )
+        typer.echo(f"The job shall have {nodes} nodes of type {node_type}.")
+        return
+
+    async def change(jobs: ClusterJobs) -> None:
+        job = await jobs.get(name)
+        if node_type not in job.spec.replica_specs:
+            known = ", ".join(job.spec.replica_specs)
+            raise ConfigError(f"The job {name} has no nodes of type {node_type}. It has: {known}.")
+        await jobs.change(name, {"spec": {"replicaSpecs": {node_type: {"replicas": nodes}}}})
+        typer.echo(f"The job {name} shall have {nodes} nodes of type {node_type}.")
+
+    _run(namespace, change)
+
+
+def _change(namespace: str, name: str, patch: dict[str, Any], said: str) -> None:
+    async def change(jobs: ClusterJobs) -> None:
+        await jobs.change(name, patch)
+        typer.echo(said)
+
+    _run(namespace, change)
+
+
+def _run(namespace: str, work: Callable[[ClusterJobs], Awaitable[T]]) -> T:
+    """In the cluster. Ctrl-C ends the command with 130."""
+    from dlrover.cli.job.cluster_jobs import open_cluster
+
+    async def run() -> T:
+        async with open_cluster(namespace) as jobs:
+            return await work(jobs)
+
+    try:
+        return asyncio.run(run())
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _local(name: str, namespace: str, addr: str, token_file: str) -> JobConnection | None:
+    """None: the job is one of a cluster. Raises `ConfigError` if a cluster has one of that name, too."""
+    if addr:
+        return JobConnection(addr=addr, token_file=token_file)
+    if namespace:
+        return None
+    if name not in _local_names():
+        return None
+    if _is_in_cluster(name):
+        raise ConfigError(
+            f"There is a job {name} on this host and one in the cluster. Give --addr "
+            f"{find_local_job(name).address} --token-file {find_local_job(name).token_file}, or --namespace NAME."
+        )
+    return JobConnection(job=name)
+
+
+def _local_names() -> list[str]:
+    import os
+
+    from dlrover.cli.launch.runtime_dir import list_nodes, user_root
+    from dlrover.cli.options.environment import read_environment
+
+    living, _ = list_nodes(user_root(read_environment(os.environ)))
+    return sorted({owner.job_name for _, owner in living if owner.master_addr})
+
+
+def _is_in_cluster(name: str) -> bool:
+    """Without a cluster there is no doubt about which job is meant."""
+
+    async def look(jobs: ClusterJobs) -> ElasticJob | None:
+        return await jobs.find(name)
+
+    try:
+        return _run("", look) is not None
+    except ConfigError:
+        return False
+
+
+def _pod_of(pods: tuple[Pod, ...], rank: str, name: str) -> Pod:
+    """The newest pod of that rank."""
+    from dlrover.cli.job.progress import label_of
+
+    wanted = f"worker-{rank}" if rank.isdigit() else rank
+    fitting = [pod for pod in pods if label_of(pod) == wanted]
+    if not fitting:
+        known = ", ".join(sorted({label_of(pod) for pod in pods})) or "none"
+        raise ConfigError(f"The job {name} has no pod of {wanted}. It has: {known}.")
+    return max(fitting, key=lambda pod: (pod.metadata.creation_timestamp is not None, pod.metadata.creation_timestamp))
+
+
+def _as_yaml(documents: list[dict[str, Any]]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump_all(documents, sort_keys=False)).rstrip()

@@ -1,0 +1,124 @@
+"""
+What people write into a job's objects, as commands of the job: pure, so that each row has a test without a cluster.
+
+`spec.suspend` and `replicas` are levels: the newest value counts, whatever was between. A plan is one change, carried out
+once. The annotation `elasticjob.dlrover/stop` ends the job.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+
+from dlrover.platforms.kubernetes import names
+from dlrover.platforms.kubernetes.elastic_job import ElasticJob, JobReplica
+from dlrover.platforms.kubernetes.job.fleet import training_types
+from dlrover.platforms.kubernetes.quantities import resource_of
+from dlrover.platforms.kubernetes.scale_plan import PlannedPod, PlanObject, PlanPhase
+from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.fleet import (
+    MigrateNode,
+    NodeType,
+    Resource,
+    ResumeJob,
+    ScaleJob,
+    ScaleReplicas,
+    Strategy,
+    SuspendJob,
+)
+from dlrover.protocol.messages.identity import PlatformId
+from dlrover.protocol.messages.job import StopJob
+
+OrderCommand = SuspendJob | ResumeJob | ScaleJob | ScaleReplicas | MigrateNode | StopJob
+MANUAL = "manual"
+_ENDED = (PlanPhase.SUCCEEDED.value, PlanPhase.FAILED.value)
+
+
+class PlanCommands(Struct, frozen=True, kw_only=True):
+    """A plan that can be carried out."""
+
+    commands: tuple[OrderCommand, ...]
+    note: str = ""
+    """What of it has no effect; for its status."""
+
+
+def suspension_of(job: ElasticJob) -> SuspendJob | ResumeJob:
+    if job.spec.suspend:
+        return SuspendJob(reason="spec.suspend is true", is_releasing=True)
+    return ResumeJob()
+
+
+def stop_of(job: ElasticJob) -> StopJob | None:
+    """None: nobody wants the job to end."""
+    reason = job.metadata.annotations.get(names.STOP)
+    return None if reason is None else StopJob(message=reason)
+
+
+def sizes_of(job: ElasticJob) -> dict[str, int]:
+    """Type to number, as the job's object says. Raises `ConfigError` for a type that does not exist."""
+    return {node_type.value: replica.replicas for node_type, _, replica in training_types(job)}
+
+
+def resizes(job: ElasticJob, known: Mapping[str, int], strategy: Strategy) -> Iterator[OrderCommand]:
+    """For each type whose number is another one than that which was carried out last."""
+    for name, count in sizes_of(job).items():
+        if name in known and known[name] != count:
+            yield _resize(job, NodeType(name), count, strategy)
+
+
+def is_for(plan: PlanObject, job: str) -> bool:
+    """Whether a person wrote the plan for this job, and it has not ended."""
+    labels = plan.metadata.labels
+    owner = labels.get(names.JOB_NAME) or labels.get(names.OLD_JOB_NAME) or plan.spec.owner_job
+    return owner == job and labels.get(names.SCALE_TYPE) == MANUAL and plan.status.phase not in _ENDED
+
+
+def plan_of(plan: PlanObject, job: ElasticJob, strategy: Strategy) -> PlanCommands:
+    """Raises `ConfigError` with why the plan cannot be carried out."""
+    spec = plan.spec
+    if spec.create_pods or spec.remove_pods:
+        raise ConfigError("A manual plan names no pods to create or remove. Give replicas of a type instead.")
+    commands: list[OrderCommand] = []
+    ignored = []
+    types = {name: node_type for node_type, name, _ in training_types(job)}
+    for name, planned in spec.replica_resource_specs.items():
+        if name not in types:
+            raise ConfigError(f"The job {job.metadata.name} has no nodes of type {name}. It has {', '.join(types)}.")
+        if planned.replicas is not None:
+            commands.append(_resize(job, types[name], planned.replicas, strategy))
+        if planned.resource:
+            ignored.append(name)
+    commands += [_migration(each) for each in spec.migrate_pods]
+    if not commands and not ignored:
+        raise ConfigError("The plan changes nothing. Give replicas of a type, or migratePods.")
+    if not commands:
+        raise ConfigError(
+            f"The plan gives only a resource for {', '.join(ignored)}. Sizes of running nodes change by migratePods, those of "
+            "later ones by the job's template."
+        )
+    note = f"Without effect: resource of {', '.join(ignored)}." if ignored else ""
+    return PlanCommands(commands=tuple(commands), note=note)
+
+
+def _resize(job: ElasticJob, node_type: NodeType, count: int, strategy: Strategy) -> OrderCommand:
+    if node_type is NodeType.WORKER and strategy is Strategy.ALLREDUCE:
+        least = job.spec.replica_specs.get(node_type.value, JobReplica()).min_replicas
+        return ScaleJob(min_nodes=count if least is None else min(least, count), max_nodes=count)
+    return ScaleReplicas(node_type=node_type, count=count)
+
+
+_NODE = re.compile(r"-(\d+)$")
+
+
+def _migration(pod: PlannedPod) -> MigrateNode:
+    found = _NODE.search(pod.name)
+    node = pod.id if pod.id is not None else int(found[1]) if found else None
+    if node is None:
+        raise ConfigError(f"migratePods: {pod.name or 'an entry'} names no node. Give the name of a pod, or its id.")
+    try:
+        resource = resource_of(dict(pod.resource)) if pod.resource else Resource()
+    except ConfigError as error:
+        raise ConfigError(f"migratePods: {pod.name or node}: {error}") from error
+    return MigrateNode(node=PlatformId(node), resource=resource)

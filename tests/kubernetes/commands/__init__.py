@@ -1,0 +1,1 @@
+"""`dlrover job` against an API server."""

@@ -1,0 +1,113 @@
+"""
+What people write into a job's objects while it trains: another number, a plan, a pause, its end.
+
+Real operator, master, agents and torch processes; the test only writes objects, as kubectl does.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kubernetes.jobs.conftest import QUICK
+from tests.kubernetes.jobs.stage import JOBS, TrainingJob
+from tests.kubernetes.kubelet.client import Body
+from tests.kubernetes.machine import LocalCluster
+
+PLANS = "/apis/elastic.iml.github.io/v1alpha1/namespaces/default/scaleplans"
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(600)]
+
+
+async def edit(job: TrainingJob, patch: Body) -> None:
+    await job.cluster.api.patch(f"{JOBS}/{job.name}", patch)
+
+
+async def write_plan(job: TrainingJob, name: str, **spec: object) -> None:
+    labels = {"elasticjob.dlrover/name": job.name, "scale-type": "manual"}
+    body = {
+        "apiVersion": "elastic.iml.github.io/v1alpha1",
+        "kind": "ScalePlan",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"ownerJob": job.name, **spec},
+    }
+    await job.cluster.api.create(PLANS, body)
+
+
+async def until_plan_ended(job: TrainingJob, name: str) -> Body:
+    async def look() -> Body:
+        plan = await job.cluster.api.get(f"{PLANS}/{name}")
+        status = plan.get("status") or {}
+        return plan if status.get("phase") in ("Succeeded", "Failed") else {}
+
+    return await job.cluster.until(look, f"the plan {name} ends")
+
+
+async def until_world(job: TrainingJob, size: int) -> None:
+    def look() -> bool:
+        steps = job.events("step")
+        return bool(steps) and int(steps[-1]["world_size"]) == size
+
+    await job.cluster.until(look, f"{job.name} trains with {size} workers", 180.0)
+
+
+async def test_numbers_and_plans_change_the_world_and_run_once(cluster: LocalCluster) -> None:
+    job = TrainingJob(cluster, "numbers", workers=2, options=(*QUICK, "--pace=2"))
+    await job.submit()
+    await job.until_step(2)
+    await edit(job, {"spec": {"replicaSpecs": {"worker": {"replicas": 3}}}})
+    await until_world(job, 3)
+    await write_plan(job, "smaller", replicaResourceSpecs={"worker": {"replicas": 2}})
+    plan = await until_plan_ended(job, "smaller")
+    assert plan["status"]["phase"] == "Succeeded", plan
+    assert [each["uid"] for each in plan["metadata"]["ownerReferences"]] == [job.uid]
+    await until_world(job, 2)
+    await write_plan(job, "none", replicaResourceSpecs={"worker": {"replicas": 0}})
+    plan = await until_plan_ended(job, "none")
+    assert plan["status"]["phase"] == "Failed"
+    assert "min" in plan["status"]["message"].lower(), plan["status"]
+    # Two masters later the job has the size of the last number that was carried out, and no plan has run again.
+    await edit(job, {"spec": {"replicaSpecs": {"worker": {"replicas": 4}}}})
+    await until_world(job, 4)
+    for _ in range(2):
+        [master] = (await job.running("dlrover-master")).values()
+        await cluster.api.delete(f"/api/v1/namespaces/default/pods/{master['metadata']['name']}")
+        await job.until_replaced_master(master)
+    await job.until_step(job.step() + 3)
+    assert len(await job.running()) == 4
+    job.hurry()
+    assert await job.until_ended() == "Succeeded", await job.status()
+
+
+async def test_a_suspended_job_has_no_pod_and_goes_on_without_a_record_twice(
+    cluster: LocalCluster, undisturbed: TrainingJob
+) -> None:
+    job = TrainingJob(cluster, "pause", workers=4, options=(*QUICK, "--pace=0.3"))
+    await job.submit()
+    await job.until_step(5)
+    await edit(job, {"spec": {"suspend": True}})
+
+    async def is_empty() -> bool:
+        pods = [*await job.pods(), *await job.pods("dlrover-master")]
+        return not pods and (await job.status()).get("phase") == "Suspended"
+
+    await cluster.until(is_empty, "no pod of the suspended job is left", 180.0)
+    step = job.step()
+    await edit(job, {"spec": {"suspend": False}})
+    await job.until_step(step + 3)
+    status = await job.status()
+    assert status["master"].get("restarts", 0) == 0, "a suspension costs no restart of the master"
+    job.hurry()
+    assert await job.until_ended() == "Succeeded", await job.status()
+    assert job.losses() == pytest.approx(undisturbed.losses(), rel=1e-3)
+    finding = await job.audit()
+    assert (finding["num_seen"], finding["is_complete"]) == (6000, True)
+
+
+async def test_the_annotation_stops_a_job_in_good_order(cluster: LocalCluster) -> None:
+    job = TrainingJob(cluster, "stopped", workers=2, options=(*QUICK, "--pace=0.3"))
+    await job.submit()
+    await job.until_step(2)
+    await edit(job, {"metadata": {"annotations": {"elasticjob.dlrover/stop": "enough of it"}}})
+    assert await job.until_ended() == "Failed"
+    [failed] = [each for each in (await job.status())["conditions"] if each["type"] == "Failed"]
+    assert failed["reason"] == "StoppedByUser"
+    assert "enough of it" in failed["message"]
