@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow
+.PHONY: help setup demo demo-kubernetes demo-ray demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ demo-kubernetes: $(STAMP) ## an ElasticJob of three workers; a pod is deleted, a
 
 demo-ray: $(RAY_STAMP) ## a job on a Ray of four machines; a worker, a node, a machine and the job's host are killed (no cluster needed)
 	@$(RAY_BIN)/python examples/ray/demo.py
+
+demo-scaling: $(STAMP) ## a job on this machine finds its own size between 1 and 4 nodes, then loses half of its room; reasons and the fitted curve
+	@$(BIN)/python examples/scaling/demo.py
 
 test: lint unit ## all checks and tests: what CI runs
 
@@ -92,7 +95,7 @@ test-ray: $(RAY_STAMP) ## what needs a Ray cluster: a real one of several raylet
 test-ray-oldest: .venv-ray-oldest/.installed ## the same with the oldest Ray that we support
 	.venv-ray-oldest/bin/python -m pytest tests/ray
 
-bench-ray: $(RAY_STAMP) ## a killed worker and a killed node: ours on Ray and Ray Train v2, interleaved (about 20 minutes)
+bench-ray: $(RAY_STAMP) ## a killed worker and a killed node: ours on Ray and Ray Train v2, interleaved; then lost machines and hosts (about an hour)
 	$(RAY_BIN)/python benchmarks/ray_recovery.py
 
 # TensorFlow's Estimator needs packages of 2023: an environment of its own, which shares nothing with the others.
@@ -113,8 +116,9 @@ test-tensorflow: $(TF_STAMP) ## parameter-server jobs with real TensorFlow 2.15,
 demo-tensorflow: $(TF_STAMP) ## a click-rate model with 2 parameter servers; one is killed, a third joins, every record is counted
 	@$(TF_VENV)/bin/python examples/tensorflow/ctr/demo.py
 
-bench-tensorflow: $(TF_STAMP) ## a parameter server is killed five times: ours against a script that does nothing else (about 5 minutes)
+bench-tensorflow: $(TF_STAMP) ## a parameter server is killed five times: ours against a script that does nothing else; planned changes, lost workers and chiefs, a model of 1 GB (about 8 minutes)
 	$(TF_VENV)/bin/python benchmarks/tensorflow_failover.py
+	$(TF_VENV)/bin/python benchmarks/tensorflow_changes.py
 
 bench: $(STAMP) ## failover and start-up against torchrun and dlrover 0.6.1, interleaved (about 20 minutes)
 	$(BIN)/python benchmarks/failover.py
@@ -144,14 +148,18 @@ bench-goodput: $(STAMP) ## goodput with a worker killed every 30 s: ours, torchr
 bench-monitoring: $(STAMP) ## what watching costs: a step with and without the hooks, each hook, the agent's share (about 1 minute)
 	$(BIN)/python benchmarks/monitoring.py
 
+bench-scaling-pauses: $(STAMP) ## how long training pauses when a job grows and shrinks by a node, ten of each (about 3 minutes)
+	$(BIN)/python benchmarks/scaling_pauses.py
+
 chaos: $(STAMP) ## slow fault tests that are not part of `make test`
 	$(BIN)/python -m pytest -m chaos tests tests/kubernetes
 
 chaos-ray: $(RAY_STAMP) ## the slow ones of the Ray platform: a machine that is silent for 90 s, and the recommended settings
 	$(RAY_BIN)/python -m pytest -m chaos tests/ray
 
-simulate: $(STAMP) ## a million injected faults against the control plane, on all cores
+simulate: $(STAMP) ## a million injected faults against the control plane, and 100,000 in parameter-server jobs, on all cores
 	$(BIN)/python -m dlrover.simulator --faults 1000000 --seed 1
+	$(BIN)/python -m dlrover.simulator --faults 100000 --seed 1 --tasks
 
 false-alarms: $(STAMP) ## 10,000 simulated node-days of healthy, busy nodes: nobody may be given up
 	$(BIN)/python -m dlrover.simulator --false-alarms --node-days 10000 --seed 1

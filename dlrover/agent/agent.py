@@ -24,6 +24,7 @@ from dlrover.agent.decisions.departure import Departure, broken, by_signal, pree
 from dlrover.agent.deliveries import Deliveries
 from dlrover.agent.failover import Failover
 from dlrover.agent.leaving import Leaving
+from dlrover.agent.monitor.config_tuner import FILE_NAME, ConfigTuner
 from dlrover.agent.monitor.stopped import StoppedProcesses
 from dlrover.agent.node_check import CheckOutcome, CheckRunner, RunTask
 from dlrover.agent.offers import Offers
@@ -37,6 +38,7 @@ from dlrover.agent.workers.group import Failed, Finished, PortOffer
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.check import ExitClass, ReportCheck
 from dlrover.protocol.messages.checkpoint import HeldSnapshot
+from dlrover.protocol.messages.fleet import Strategy
 from dlrover.protocol.messages.job import (
     Attach,
     Attached,
@@ -134,6 +136,7 @@ class Agent:
             coordinator_port=config.coordinator_port,
             has_failover=failover is not None,
         )
+        self._warm_up = warm_up
         self._decisions = AgentDecisions(identity, self._driver, terms, is_warm=warm_up is None)
         self._me = self._decisions.membership
         self._channel = connect(
@@ -205,6 +208,9 @@ class Agent:
                 ]
                 if self._watch is not None:
                     helpers.append(self._start_task(self._watch.run(), "watch"))
+                if self._config.is_tuned:
+                    path = os.path.join(self._config.runtime_dir, FILE_NAME)
+                    helpers.append(self._start_task(ConfigTuner(self._channel.call, path).run(), "tuner"))
                 if self._config.preemption_file:
                     helpers.append(self._start_task(self._watch_for_preemption(), "preemption"))
                 result = await self._leaving.go(await self._follow())
@@ -326,6 +332,9 @@ class Agent:
     # Talking.
 
     async def _keep_channel(self) -> None:
+        if self._warm_up is not None and self._config.terms.strategy is Strategy.PS:
+            # Parameter servers change when all of the next set are there: one that still has to import would keep the others waiting.
+            await self._warm_up(self._patience.warm_up)
         try:
             await self._channel.run()
         except Rejected as error:

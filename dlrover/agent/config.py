@@ -152,6 +152,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """What the zygote imports: `torch` or `tensorflow`."""
     log: WorkerLogConfig = WorkerLogConfig()
     watch: WatchConfig = WatchConfig()
+    is_tuned: bool = False
+    """--auto-tuning: the master may change the batches and loaders of the workers."""
     tls: TlsConfig | None = None
     signals: tuple[int, ...] = ()
     """--signals-to-handle: each of them ends the node's part of the job and goes on to the workers, as the usual four do."""

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from dlrover.cli.options.scaling_settings import OPTIMIZE_MODES
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
-from dlrover.protocol.messages.fleet import FleetSpec
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType
 from dlrover.protocol.messages.job import JobEnd
+from dlrover.protocol.messages.scaling import ScaleMode
 
 if TYPE_CHECKING:
     from dlrover.platforms.kubernetes.elastic_job import ElasticJob
@@ -42,6 +44,11 @@ class ClusterStart(Struct, frozen=True, kw_only=True):
     platform_options: dict[str, object]
     job_uid: str
     token: str
+    scale_mode: ScaleMode = ScaleMode.OFF
+    scaled_types: tuple[NodeType, ...] = ()
+    """Types with `autoScale`."""
+    nodes_start: int = 0
+    """`replicas` of the workers; 0: there are none."""
 
 
 class ClusterWish(Struct, frozen=True, kw_only=True):
@@ -84,7 +91,7 @@ async def _prepare(wish: ClusterWish, environ: Mapping[str, str]) -> ClusterStar
     from dlrover.platforms.kubernetes.access import find_access
     from dlrover.platforms.kubernetes.api import ClusterApi
     from dlrover.platforms.kubernetes.elastic_job import FaultyHosts
-    from dlrover.platforms.kubernetes.job.fleet import MasterWishes, fleet_of, pod_job_of
+    from dlrover.platforms.kubernetes.job.fleet import MasterWishes, fleet_of, pod_job_of, scaled_types
     from dlrover.platforms.kubernetes.job.provision import provide, read_job
     from dlrover.platforms.kubernetes.platform import PodOptions
 
@@ -116,6 +123,9 @@ async def _prepare(wish: ClusterWish, environ: Mapping[str, str]) -> ClusterStar
         platform_options=msgspec.to_builtins(options, str_keys=True),
         job_uid=job.metadata.uid,
         token=provision.token,
+        scale_mode=OPTIMIZE_MODES[job.spec.optimize_mode],
+        scaled_types=scaled_types(job),
+        nodes_start=fleet.replicas[NodeType.WORKER].count if NodeType.WORKER in fleet.replicas else 0,
     )
 
 

@@ -29,6 +29,8 @@ ASK_TIMEOUT = 10.0
 MASTER_FILE = "master.json"
 """In the directory of a launcher that hosts the master; it says where the journal is."""
 
+HOST_SOCKET = "host.sock"
+
 Job = Annotated[
     str, typer.Argument(help="Name of a job on this host, or the beginning of it; not needed if only one runs.")
 ]
@@ -39,6 +41,9 @@ JobOrJournal = Annotated[
     ),
 ]
 Address = Annotated[str, typer.Option("--addr", "--master-addr", help="Master's HOST:PORT, or DLROVER_MASTER_ADDR.")]
+RayCluster = Annotated[
+    str, typer.Option("--ray", help="The job runs on this Ray cluster: HOST:PORT, or auto for the one of this machine.")
+]
 TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, or DLROVER_JOB_TOKEN.")]
 TlsCa = Annotated[str, typer.Option("--tls-ca", help="Certificates (PEM) that the master's must come from: use TLS.")]
 TlsCert = Annotated[str, typer.Option("--tls-cert", help="Our certificate (PEM), where the master asks for one.")]
@@ -47,6 +52,7 @@ TlsKey = Annotated[str, typer.Option("--tls-key", help="The key of our certifica
 _OPTIONS = {
     "job": Job,
     "addr": Address,
+    "ray": RayCluster,
     "token_file": TokenFile,
     "tls_ca": TlsCa,
     "tls_cert": TlsCert,
@@ -69,6 +75,7 @@ class JobConnection:
 
     job: str = ""
     addr: str = ""
+    ray: str = ""
     token_file: str = ""
     tls_ca: str = ""
     tls_cert: str = ""
@@ -82,6 +89,8 @@ class JobConnection:
         from dlrover.cli.options.environment import read_environment
         from dlrover.protocol.addresses import TlsConfig
 
+        if self.ray:
+            return self._find_on_ray()
         environment, address = read_environment(os.environ), self._given_address
         token = read_token_file(self.token_file) if self.token_file else environment.job_token
         has_tls = self.tls_ca or self.tls_cert or self.tls_key
@@ -124,14 +133,32 @@ class JobConnection:
         """The file that was given instead of the name of a job."""
         return Path(self.job) if os.path.isfile(self.job) else None
 
+    @property
+    def host_socket(self) -> str | None:
+        """Of `dlrover local`, which hosts the nodes of the job on this machine; None: it does not."""
+        if self._given_address:
+            return None
+        path = os.path.join(self._find_local_job().directory, HOST_SOCKET)
+        return path if os.path.exists(path) else None
+
     def history(self) -> History:
         """From the journal where we can read it, else from what the master knows."""
         from dlrover.cli.show.history import ask_history, read_history
 
         journal = self.journal
-        if journal is None and not self._given_address:
+        if journal is None and not self.ray and not self._given_address:
             journal = _journal_of(self._find_local_job())
         return read_history(journal) if journal is not None else ask_history(self.send)
+
+    def _find_on_ray(self) -> Reached:
+        """The job's host knows its master and the token."""
+        from dlrover.cli.ray.command import found_job
+
+        if self.addr:
+            raise ConfigError("Give --addr or --ray, not both: each names the job's master.")
+        with found_job(self.job, self.ray) as job:
+            account = job.account()
+        return Reached(account.address, account.token, account.tls)
 
     def _find_local_job(self) -> RunningJob:
         return find_local_job(self.job, otherwise=", nor is there such a file" if self.may_be_journal else "")

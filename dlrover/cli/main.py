@@ -17,6 +17,7 @@ import typer
 from dlrover.cli.checkpoint.command import app as checkpoint
 from dlrover.cli.connection import Job, JobConnection, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
+from dlrover.cli.job.command import app as job
 from dlrover.cli.ray.command import app as ray
 from dlrover.cli.simulate_command import simulate
 from dlrover.cli.tables import echo, table_console
@@ -187,17 +188,43 @@ def stop(
 @_command()
 def scale(
     connection: JobConnection,
-    nodes: Annotated[str, typer.Option("--nodes", help="How many nodes the world shall have: N, or MIN:MAX.")] = "",
+    nodes: Annotated[
+        str,
+        typer.Option(
+            "--nodes", help="How many nodes the world shall have: N (it is held for ten minutes), or MIN:MAX."
+        ),
+    ] = "",
     replicas: Annotated[
         str, typer.Option("--replicas", help="Nodes of one type beside an all-reduce world: TYPE=COUNT, as ps=3.")
     ] = "",
+    is_why: Annotated[bool, typer.Option("--why", help="Say why the job has its size, and change nothing.")] = False,
+    auto: Annotated[
+        str, typer.Option("--auto", help="Let the job find its own size from now on: on, off or dry-run.")
+    ] = "",
+    room: Annotated[
+        int, typer.Option("--room", help="Of a job of `dlrover local`: so many nodes may run; 0 for any number.")
+    ] = -1,
+    picture: Annotated[str, typer.Option("--picture", help="With --why: write the fitted curve there, as SVG.")] = "",
+    is_json: Annotated[bool, typer.Option("--json", help="With --why: all that is known, as JSON.")] = False,
 ) -> None:
-    """Change how many nodes a running job has."""
+    """Change how many nodes a running job has, let it find its own size, or say why it has the one it has."""
     from dlrover.cli.options.settings import parse_nnodes
     from dlrover.protocol.messages.fleet import ScaleJob
+    from dlrover.protocol.messages.scaling import ScaleTo
 
-    if bool(nodes) == bool(replicas):
-        raise ConfigError("Give either --nodes N or MIN:MAX, or --replicas TYPE=COUNT.")
+    if sum((bool(nodes), bool(replicas), is_why, bool(auto), room >= 0)) != 1:
+        raise ConfigError(
+            "Give one of --nodes N or MIN:MAX, --replicas TYPE=COUNT, --why, --auto on|off|dry-run, --room N."
+        )
+    if is_why:
+        _show_why(connection, picture=picture, is_json=is_json)
+        return
+    if auto:
+        _set_scaling(connection, auto)
+        return
+    if room >= 0:
+        _limit_room(connection, room)
+        return
     command: Question
     if replicas:
         command = _scale_replicas(replicas)
@@ -208,7 +235,8 @@ def scale(
             min_nodes, max_nodes = parse_nnodes(nodes)
         except ConfigError as error:
             raise ConfigError(str(error).replace("--nnodes", "--nodes")) from error
-        command = ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes)
+        is_number = ":" not in nodes
+        command = ScaleTo(nodes=max_nodes) if is_number else ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes)
     connection.send(command)
     typer.echo(f"The job shall have {amount} nodes.")
 
@@ -243,12 +271,16 @@ def migrate(
 def suspend(
     connection: JobConnection,
     reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover suspend",
+    is_releasing: Annotated[
+        bool, typer.Option("--release", help="Let the running nodes save and leave, too; a resumed job gets new ones.")
+    ] = False,
 ) -> None:
-    """Launch no more nodes of a job until it is resumed; what runs, runs on."""
+    """Launch no more nodes of a job until it is resumed. Running nodes keep running, unless --release is given."""
     from dlrover.protocol.messages.fleet import SuspendJob
 
-    connection.send(SuspendJob(reason=reason))
-    typer.echo("The job is suspended; `dlrover resume` ends that.")
+    connection.send(SuspendJob(reason=reason, is_releasing=is_releasing))
+    released = " Its nodes save and leave." if is_releasing else ""
+    typer.echo(f"The job is suspended; `dlrover resume` ends that.{released}")
 
 
 @_command()
@@ -362,6 +394,7 @@ def clean() -> None:
 app.command()(simulate)
 app.add_typer(checkpoint)
 app.add_typer(data)
+app.add_typer(job)
 app.add_typer(ray)
 
 
@@ -393,6 +426,46 @@ def _write(write: Callable[[], object]) -> None:
         write()
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}. Give a file that can be written.") from error
+
+
+def _show_why(connection: JobConnection, *, picture: str, is_json: bool) -> None:
+    import msgspec
+
+    from dlrover.cli.show.scaling import draw, why_lines
+    from dlrover.protocol.messages.scaling import AskScaling, ScalingStatus
+
+    status = connection.ask(AskScaling(), ScalingStatus)
+    if picture:
+        _write(lambda: Path(picture).write_text(draw(status), encoding="utf-8"))
+    if is_json:
+        echo(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+    else:
+        echo("\n".join(why_lines(status)))
+
+
+def _set_scaling(connection: JobConnection, text: str) -> None:
+    from dlrover.protocol.messages.scaling import ScaleMode, SetScaling
+
+    try:
+        mode = ScaleMode(text.lower())
+    except ValueError as error:
+        raise ConfigError(f"--auto {text}: give one of {', '.join(each.value for each in ScaleMode)}.") from error
+    connection.send(SetScaling(mode=mode))
+    typer.echo(f"Scaling is {mode.value}; `dlrover scale --why` says what it decides.")
+
+
+def _limit_room(connection: JobConnection, most: int) -> None:
+    import asyncio
+
+    from dlrover.platforms.hosted.client import LocalOptions, LocalPlatform
+
+    socket = connection.host_socket
+    if socket is None:
+        raise ConfigError(
+            "--room: this job is not run by `dlrover local` on this host. Its platform says how much room it has."
+        )
+    asyncio.run(LocalPlatform(LocalOptions(socket=socket), "").limit_nodes(most))
+    typer.echo(f"At most {most} nodes may run on this host." if most else "Any number of nodes may run on this host.")
 
 
 def _scale_replicas(text: str) -> ScaleReplicas:

@@ -20,6 +20,7 @@ import msgspec
 from dlrover.cli.cluster_master import (
     CLUSTER_PLATFORMS,
     TERMINATION_MESSAGE,
+    ClusterStart,
     ClusterWish,
     leave_notice,
     prepare_in_cluster,
@@ -32,12 +33,14 @@ from dlrover.cli.launch.processes import SignalInbox
 from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.node_types import read_fleet
 from dlrover.cli.options.environment import Environment, read_environment
+from dlrover.cli.options.scaling_settings import add_scaling_options, scaling_of
 from dlrover.cli.options.settings import check_operators, check_plugin, watch_terms
 from dlrover.cli.options.view_settings import Watching
 from dlrover.host.console import PATIENCE, ConsoleWriter
 from dlrover.protocol.addresses import LOOPBACK, Address, TlsConfig
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.fleet import FleetSpec
+from dlrover.protocol.messages.scaling import ScaleTerms
 from dlrover.protocol.messages.watch import WatchTerms
 
 EVERYWHERE = "0.0.0.0"
@@ -140,7 +143,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
         if options.token_file:
             token = read_token_file(options.token_file)
         journal = os.path.abspath(options.journal or os.path.join(directory.path, "journal.sqlite"))
-        job_uid = ""
+        job_uid, start = "", None
         if is_in_cluster:
             start = prepare_in_cluster(
                 _cluster_wish(options, environment, master_port.port, token, journal), os.environ
@@ -169,6 +172,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             platform_options=platform_options,
             job_uid=job_uid,
             fleet=fleet,
+            scaling=_scaling(options, start) if fleet is not None else None,
             end_file=os.path.join(directory.path, "end.json") if is_in_cluster else "",
             watch=_watch(options),
             **msgspec.structs.asdict(_watching(options)),
@@ -261,6 +265,14 @@ def _with_patience(spec: FleetSpec, options: argparse.Namespace) -> FleetSpec:
         "relaunch_always": True if _is_yes(options.relaunch_error, "--relaunch-error") else None,
     }
     return msgspec.structs.replace(spec, **{name: value for name, value in given.items() if value is not None})
+
+
+def _scaling(options: argparse.Namespace, start: ClusterStart | None) -> ScaleTerms:
+    """In a cluster the ElasticJob says whether the job scales itself; the command line counts more."""
+    if start is None:
+        return scaling_of(options, os.environ).terms
+    options.nodes_start = options.nodes_start or start.nodes_start
+    return scaling_of(options, os.environ, default=start.scale_mode, types=start.scaled_types).terms
 
 
 def _cluster_wish(
@@ -431,6 +443,7 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
         metavar="true|false",
         help="replace nodes that ended by an error of the script, too",
     )
+    add_scaling_options(add)
     add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
     add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
     add(

@@ -26,7 +26,12 @@ def find_platform_node(status: JobStatus, name: str) -> FleetNodeStatus:
 def find_node(status: JobStatus, name: str) -> NodeStatus:
     """A worker or standby that has come. Raises `ConfigError` with the names that there are."""
     kind, rank = _parse(status, name)
-    found = [node for node in status.nodes if kind is NodeType.WORKER and node.node_rank == rank]
+    slot = f"{kind.value}-{rank}"
+    found = [
+        node
+        for node in status.nodes
+        if (node.slot == slot if node.slot else kind is NodeType.WORKER and node.node_rank == rank)
+    ]
     if not found:
         raise _unknown(status, name)
     return found[-1]
@@ -48,7 +53,9 @@ def _parse(status: JobStatus, name: str) -> tuple[NodeType, int]:
 
 def _unknown(status: JobStatus, name: str) -> ConfigError:
     come = {
-        (NodeType.WORKER, node.node_rank): node.label for node in status.nodes if node.status not in ("gone", "left")
+        (NodeType.WORKER, node.node_rank): node.label
+        for node in status.nodes
+        if node.status not in ("gone", "left") and not node.slot
     }
     wanted = {(node.node_type, node.rank): node.label for node in status.fleet if not node.is_released}
     names = list((wanted | come).values())

@@ -22,8 +22,10 @@ from dlrover.core.happenings import (
     JobEnds,
     ModelReturns,
     NodeLost,
+    PlanMade,
     RankContested,
     RoundOpened,
+    TargetMoved,
     WorkersFailed,
 )
 from dlrover.core.membership.nodes import Node
@@ -113,8 +115,26 @@ class Reactions(NamedTuple):
     """It is asked for so many nodes at most, and nothing has changed yet. Whoever cannot bear it raises `Rejected`."""
     job_scaled: Rows[[int]]
     """To so many nodes at most."""
+    target_moved: Rows[[TargetMoved]]
+    """By the job itself, by its room or by a person."""
+    plan_made: Rows[[PlanMade]]
+    """About servers, sizes, or nodes beside the world."""
+    memory_ran_out: Rows[[]]
+    """The memory of a worker's node in a world."""
+    workers_grown: Rows[[int]]
+    """All workers shall have so many MiB, on new nodes."""
+    bounds_moved: Rows[[]]
+    """The job has another minimum or maximum; a world of the new maximum is wanted."""
+    person_decided: Rows[[]]
+    """Somebody wants other numbers or sizes of nodes."""
+    world_taken_up: Rows[[int]]
+    """A world of so many nodes from before the journal was lost goes on."""
+    launch_refused: Rows[[PlatformId, str]]
+    """The platform does not launch this node now, for this reason."""
     job_starts_over: Rows[[str]]
     """Every worker was replaced, for this reason. The rounds go on counting, and nothing else of the past counts."""
+    job_pauses: Rows[[str]]
+    """Every node shall save and leave, for this reason. The job goes on later, with others."""
     checkpoint_counts: Rows[[int, Round]]
     model_restored: Rows[[]]
     """The ranks of the round have said which model they go on with."""

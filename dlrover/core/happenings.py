@@ -24,6 +24,7 @@ from dlrover.protocol.messages.job import (
     NodeRank,
     WorkerFailure,
 )
+from dlrover.protocol.messages.scaling import Plan
 from dlrover.protocol.messages.watch import Reach
 
 STOPPED = "stopped"
@@ -124,6 +125,23 @@ class WorkersFailed(Struct):
     """Answer: what the accountant calls it."""
     is_hopeless: bool = False
     """Answer: too few nodes are left for that round, so nothing has to be decided."""
+
+
+class TargetMoved(NamedTuple):
+    """The world shall have another number of nodes, within the same bounds."""
+
+    former: int
+    target: int
+    why: str
+    """As a part of a sentence."""
+
+
+class PlanMade(NamedTuple):
+    """The job wants other numbers or sizes of nodes than its world's."""
+
+    plan: Plan
+    why: str
+    """As a part of a sentence."""
 
 
 class JobEnds(Struct):

@@ -32,6 +32,8 @@ from dlrover.core.goodput import booking
 from dlrover.core.membership import adoption, attaching, departures, rounds, waiting
 from dlrover.core.membership import commands as membership
 from dlrover.core.outcome import Deadline
+from dlrover.core.scaling import acting
+from dlrover.core.scaling import commands as scaling
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.job import (
     Command,
@@ -69,7 +71,7 @@ def _table(*, has_platform: bool, has_checks: bool) -> Reactions:
             *platform(reconcile.on_master_restarted),
         ),
         agent_comes=(agents.on_agent_comes, clusters.on_agent_comes),
-        terms_set=(clusters.on_terms_set,),
+        terms_set=(clusters.on_terms_set, scaling.on_terms_set),
         task_finished=(clusters.on_task_finished,),
         cluster_looks=platform(agents.on_cluster_looks),
         cluster_settled=platform(targets.on_cluster_settled),
@@ -120,10 +122,22 @@ def _table(*, has_platform: bool, has_checks: bool) -> Reactions:
             incidents.on_workers_failed,
             rounds.on_workers_failed,  # the next round opens
             incidents.judge_first,
+            scaling.on_workers_failed,
         ),
         world_unclaimed=(adoption.give_up_claims,),
         job_grows=platform(fleet.on_job_grows),
         job_scaled=platform(targets.on_job_scaled),
+        target_moved=(
+            rounds.on_target_moved,  # a smaller world meets again
+            *platform(targets.on_target_moved),
+        ),
+        plan_made=platform(targets.on_plan_made),
+        memory_ran_out=platform(scaling.on_memory_ran_out),
+        workers_grown=platform(targets.on_workers_grown),
+        bounds_moved=(scaling.on_bounds_moved,),
+        person_decided=(scaling.on_person_decided,),
+        world_taken_up=(scaling.on_world_taken_up,),
+        launch_refused=platform(acting.on_launch_refused),
         job_starts_over=(
             check.on_job_over,
             incidents.on_job_starts_over,
@@ -131,6 +145,7 @@ def _table(*, has_platform: bool, has_checks: bool) -> Reactions:
             data.on_job_starts_over,
             rounds.on_job_starts_over,  # the next round opens
         ),
+        job_pauses=(check.on_job_over, rounds.on_job_pauses),
         checkpoint_counts=(data.on_checkpoint_counts,),
         model_restored=(commits.on_model_restored,),
         job_ends=(
@@ -153,6 +168,7 @@ def _table(*, has_platform: bool, has_checks: bool) -> Reactions:
             exchange.deadlines,
             commits.deadlines,
             data.deadlines,
+            scaling.deadlines,
             *platform(clusters.deadlines, early_stop.deadlines),
         ),
     )
@@ -173,6 +189,7 @@ PASSED: dict[DeadlineKind, Callable[[Decision, int], None]] = {
     DeadlineKind.SMALLER_NODE: targets.make_smaller,
     DeadlineKind.GROUP_PENDING: targets.move_group,
     DeadlineKind.PS_WAIT: targets.stop_waiting_for_server,
+    DeadlineKind.SCALING: scaling.look_again,
 }
 """What follows when a deadline has passed. The others only make `advance` look, which looks at the clock itself."""
 
@@ -260,9 +277,17 @@ HANDLERS: Handlers = {
     **restoring.HANDLERS,
     **booking.HANDLERS,
     **clusters.HANDLERS,
+    **scaling.HANDLERS,
     ReportFailure: _report_failure,
     ReportFinished: _report_finished,
 }
 """What each command does. A test holds it against the union of commands."""
 
-ANSWERS: Answers = {**fleet.ANSWERS, **exchange.ANSWERS, **commits.ANSWERS, **data.ANSWERS, **clusters.ANSWERS}
+ANSWERS: Answers = {
+    **fleet.ANSWERS,
+    **exchange.ANSWERS,
+    **commits.ANSWERS,
+    **data.ANSWERS,
+    **clusters.ANSWERS,
+    **scaling.ANSWERS,
+}

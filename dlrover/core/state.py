@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dlrover.core.check.state import NodeCheck, PreCheck
 from dlrover.core.checkpoints.state import Checkpoints
@@ -22,11 +23,12 @@ from dlrover.core.goodput.accountant import Goodput
 from dlrover.core.membership.nodes import Nodes
 from dlrover.core.membership.rendezvous import Rendezvous
 from dlrover.core.replay_guard import ReplayGuard
+from dlrover.core.scaling.state import Scaling
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.job import Detection, JobEnd, JobTerms, Micros, Stage
+from dlrover.protocol.messages.job import Detection, JobEnd, JobTerms, Limits, Micros, Stage
 
-DECISION_VERSION = 16
+DECISION_VERSION = 18
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 
@@ -67,6 +69,7 @@ class JobState(Struct, kw_only=True):
     goodput: Goodput = msgspec.field(default_factory=Goodput)
     hangs: Hangs = msgspec.field(default_factory=Hangs)
     pre_check: PreCheck = msgspec.field(default_factory=PreCheck)
+    scaling: Scaling = msgspec.field(default_factory=Scaling)
     cluster: Cluster | None = None
     """None: the workers form a world."""
     fleet: Fleet | None = None
@@ -76,6 +79,14 @@ class JobState(Struct, kw_only=True):
     def detection(self) -> Detection:
         """Before the first node has come nobody can be lost."""
         return Detection() if self.terms is None else self.terms.detection
+
+    @property
+    def limits(self) -> Limits:
+        """How many nodes a world may have now: the job's bounds, with the target of scaling in place of the maximum."""
+        limits, target = Limits() if self.terms is None else self.terms.limits, self.scaling.target
+        if target is None or target == limits.max_nodes:
+            return limits
+        return replace(limits, max_nodes=target)
 
     def check_running(self) -> None:
         """Raises `Rejected` when the job has ended."""

@@ -8,6 +8,7 @@ from collections.abc import Container
 
 from dlrover.core.check.commands import describe
 from dlrover.core.data.progress import progress
+from dlrover.core.membership.forming import place_of
 from dlrover.core.membership.nodes import Node, NodeLife
 from dlrover.core.membership.waiting import pending, standby
 from dlrover.core.state import JobState
@@ -42,6 +43,7 @@ def job_status(state: JobState, digest: str) -> JobStatus:
         checkpoints=state.checkpoints.status(),
         pre_check=state.pre_check.status(),
         datasets=progress(state.data),
+        cluster=None if state.cluster is None else state.cluster.view(),
     )
 
 
@@ -72,7 +74,7 @@ def _node_status(state: JobState, node: Node, warm: Container[NodeId], too_many:
         status = STANDBY
     elif node.id in too_many:
         status = "pending"
-    group_rank, num_workers = state.rendezvous.place_of(node.id)
+    group_rank, num_workers = place_of(state.rendezvous, node.id)
     result = state.check.results.get(node.rank)
     return NodeStatus(
         node=node.id,
@@ -86,4 +88,11 @@ def _node_status(state: JobState, node: Node, warm: Container[NodeId], too_many:
         check=None if result is None or result.node != node.id else result,
         group_rank=group_rank,
         local_world_size=num_workers,
+        slot=_slot(state, node),
     )
+
+
+def _slot(state: JobState, node: Node) -> str:
+    """Nodes of a parameter-server job are called by type and rank: the fleet knows them."""
+    found = None if state.cluster is None or state.fleet is None else state.fleet.of_agent(node.id)
+    return "" if found is None else f"{found.node_type.value}-{found.rank}"

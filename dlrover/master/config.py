@@ -14,6 +14,7 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import FleetSpec
 from dlrover.protocol.messages.goodput import GoodputStatus
 from dlrover.protocol.messages.job import JobEnd
+from dlrover.protocol.messages.scaling import ScaleTerms
 from dlrover.protocol.messages.watch import WatchTerms
 
 EXIT_USAGE = 2
@@ -63,6 +64,8 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     job's name."""
     fleet: FleetSpec | None = None
     """Which nodes the job wants of its platform."""
+    scaling: ScaleTerms | None = None
+    """How the job may change its own size; None: it may not."""
     events_file: str = ""
     """Where events are kept as JSON lines; empty: beside the journal."""
     event_reporters: tuple[str, ...] = ()

@@ -6,6 +6,8 @@ a removal makes a launch pointless, and an intent that the platform does not tak
 until it does or the job changes its mind (its pending timeout removes a node that never comes: that is the limit). No
 lane waits for another, and the loop waits for none of them.
 
+How much room the platform has is asked for when it or its nodes have changed, and now and then, as long as the job scales itself.
+
 What the platform shows goes to the loop in order. If anything is lost on the way (the line to the platform, a command that
 could not be written) the watch begins anew, and so with a full list: the list repairs whatever was missed.
 """
@@ -16,23 +18,34 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
-from dlrover.platforms.base import Intent, LaunchNotTaken, Platform, StaleMaster
+from dlrover.platforms.base import Intent, LaunchNotTaken, Platform, RoomChanged, Sight, StaleMaster
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages.fleet import DefineFleet, FleetSpec, LaunchNode, LaunchRefused, NodeChanged, NodesListed
+from dlrover.protocol.messages.fleet import (
+    DefineFleet,
+    FleetSpec,
+    LaunchNode,
+    LaunchRefused,
+    NodeChanged,
+    NodeEventKind,
+    NodePhase,
+    NodesListed,
+    NodeType,
+)
 from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.messages.job import Reply
+from dlrover.protocol.messages.scaling import DefineScaling, RoomSeen, ScaleTerms
 from dlrover.protocol.text import encodable
 
 log = logging.getLogger(__name__)
 
-FleetWord = DefineFleet | NodesListed | NodeChanged | LaunchRefused
+FleetWord = DefineScaling | DefineFleet | NodesListed | NodeChanged | LaunchRefused | RoomSeen
 Tell = Callable[[FleetWord], "asyncio.Future[Reply]"]
 """To the loop; the future is done when the command is durable, and fails with Unavailable or Rejected."""
 
@@ -53,11 +66,16 @@ class PlatformPatience(NamedTuple):
     """Between two words about the same refusal: the job takes one for outdated after twice that time."""
     watch: float = 300.0
     """After so long a watch is begun anew, with a full list: one that hangs without a word would be noticed by nobody."""
+    room: float = 30.0
+    """Between two questions for room, if nothing happens: quotas and machines of others change without an event for us."""
+    room_rest: float = 0.25
+    """After a change: nodes come and go in groups."""
     farewell: float = 5.0
     """For what is still to be done when the job is over."""
 
 
 PATIENCE = PlatformPatience()
+_LIVE = (NodePhase.INITIAL, NodePhase.PENDING, NodePhase.RUNNING)
 MAX_CALLS = 32
 """At the same time: a thousand launches must not bury the platform's server."""
 
@@ -92,18 +110,34 @@ class PlatformDriver:
         *,
         patience: PlatformPatience = PATIENCE,
         environ: Mapping[str, str] | None = None,
+        scaling: ScaleTerms | None = None,
+        is_scaling: Callable[[], bool] = lambda: False,
+        first: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`environ`: what the nodes' processes shall find in their environment."""
+        """
+        `environ`: what the nodes' processes shall find in their environment. `is_scaling`: the job decides about its own size now.
+        `first`: what comes between the definition of the fleet and its first launch; it raises `Unavailable` to be called again.
+        """
         self._platform = platform
         self._environ = dict(environ or {})
         self._spec = spec
         self._tell = tell
         self._patience = patience
+        self._first = first
+        self.has_begun = asyncio.Event()
+        """The fleet is defined, and what stands written about the job was carried out."""
         self._lanes: dict[PlatformId, _Lane] = {}
         self._calls = asyncio.Semaphore(MAX_CALLS)
         self._is_lost = asyncio.Event()
         """Something did not reach the job: list again."""
         self._trouble = ""
+        self._scaling = scaling
+        self._is_scaling = is_scaling
+        self._live: dict[PlatformId, NodeType] = {}
+        """Nodes that the platform has and that have not ended."""
+        self._may_room_differ = asyncio.Event()
+        self._told_room: int | None = -1
+        """-1: nothing was told."""
 
     # Effects.
 
@@ -201,6 +235,16 @@ class PlatformDriver:
     async def run(self) -> None:
         """Until cancelled."""
         await self._define()
+        await self._begin()
+        self.has_begun.set()
+        asking = asyncio.ensure_future(self._ask_for_room())
+        try:
+            await self._watch_on()
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _watch_on(self) -> None:
         pause = 0.0
         while True:
             began_at = asyncio.get_running_loop().time()
@@ -215,12 +259,26 @@ class PlatformDriver:
         pause = self._patience.first_pause
         while True:
             try:
+                if self._scaling is not None:
+                    await self._tell(DefineScaling(terms=self._scaling))
                 await self._tell(DefineFleet(spec=self._spec))
                 return
             except Unavailable as error:
                 log.warning("the fleet cannot be defined yet reason=%s", error)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, self._patience.longest_pause)
+
+    async def _begin(self) -> None:
+        """Nothing is listed before, and so nothing is launched."""
+        pause = self._patience.first_pause
+        while self._first is not None:
+            try:
+                await self._first()
+                return
+            except Unavailable as error:
+                log.warning("what stands written about the job cannot be read yet reason=%s", error)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, self._patience.out_of_reach)
 
     async def _watch(self) -> None:
         """One watch, until it breaks, something was lost, or its time is over."""
@@ -248,7 +306,54 @@ class PlatformDriver:
         async with contextlib.aclosing(self._platform.watch()) as sights:  # type: ignore[type-var]
             async for sight in sights:
                 self._note_trouble("")
-                self._say(sight)
+                self._note_room(sight)
+                if not isinstance(sight, RoomChanged):
+                    self._say(sight)
+
+    # Room.
+
+    def _note_room(self, sight: Sight) -> None:
+        match sight:
+            case NodesListed(nodes=nodes):
+                self._live = {node.id: node.node_type for node in nodes if node.phase in _LIVE}
+            case NodeChanged(kind=kind, node=node):
+                is_live = kind is not NodeEventKind.DELETED and node.phase in _LIVE
+                if is_live == (node.id in self._live):
+                    return
+                if is_live:
+                    self._live[node.id] = node.node_type
+                else:
+                    del self._live[node.id]
+        self._may_room_differ.set()
+
+    async def _ask_for_room(self) -> None:
+        """Until cancelled."""
+        workers = self._spec.replicas.get(NodeType.WORKER)
+        if workers is None or not self._platform.capabilities.knows_room:
+            return
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience.room):
+                    await self._may_room_differ.wait()
+            self._may_room_differ.clear()
+            if not self._is_scaling():
+                continue
+            try:
+                async with asyncio.timeout(self._patience.call):
+                    room = await self._platform.room(workers.resource)
+            except (Unavailable, Rejected, TimeoutError) as error:
+                log.debug("the platform does not tell its room reason=%s", error)
+                continue
+            except Exception:  # an extension may raise anything
+                log.exception("the platform broke on a question for room")
+                continue
+            num_live = sum(node_type is NodeType.WORKER for node_type in self._live.values())
+            most = None if room.free is None else max(0, num_live + room.free)
+            if most != self._told_room:
+                self._told_room = most
+                log.info("room for nodes=%s reason=%s", most, room.reason)
+                self._say(RoomSeen(most=most, reason=encodable(room.reason)))
+            await asyncio.sleep(self._patience.room_rest)
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:
@@ -267,6 +372,8 @@ class PlatformDriver:
         elif isinstance(error, Unavailable):
             log.info("lost on the way to the job, listing again command=%s reason=%s", type(word).__name__, error)
             self._is_lost.set()
+            if isinstance(word, RoomSeen):
+                self._told_room = -1
             if isinstance(word, LaunchRefused) and word.node in self._lanes:
                 self._lanes[word.node].told = ""  # tell it again with the next attempt
         else:

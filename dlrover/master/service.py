@@ -8,6 +8,8 @@ master that finds its port taken must not do that to the one that holds it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import os
 import signal
@@ -31,10 +33,11 @@ from dlrover.master.topology_plugins import TopologyPlugins
 from dlrover.master.view.bookkeeper import Bookkeeper
 from dlrover.master.view.event_reporters import build_reporters
 from dlrover.master.view.events import EventLog, events_file
-from dlrover.platforms.base import Platform, ShowsJobs
+from dlrover.platforms.base import Platform, ShowsJobs, TakesOrders
 from dlrover.platforms.registry import build_platform
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.job import StopJob
+from dlrover.protocol.messages.scaling import DefineScaling, ScaleMode, ScaleTerms
 from dlrover.protocol.rpc.server import MasterServer
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ async def serve(config: MasterConfig) -> int:
     master_loop = MasterLoop(
         journal_thread, job, clock, job_name=config.job_name, user=config.user, topology=topology, books=books
     )
-    fleet = None if platform is None else _platform_driver(config, platform, master_loop)
+    fleet = None if platform is None else _platform_driver(config, platform, master_loop, journal_thread.master_epoch)
     view_servers = _view_servers(config, master_loop, journal_thread, token)
     await master_loop.begin(journal_thread.master_epoch)
     pre_check = _pre_check(config, master_loop, events)
@@ -89,6 +92,10 @@ async def serve(config: MasterConfig) -> int:
     )
     keeping = [asyncio.ensure_future(watch.run()), asyncio.ensure_future(_for_good(pre_check.run()))]
     keeping += [] if fleet is None else [asyncio.ensure_future(fleet.run())]
+    if fleet is None and config.scaling is not None:
+        keeping.append(asyncio.ensure_future(_for_good(_define_scaling(master_loop, config.scaling))))
+    if isinstance(platform, TakesOrders):
+        keeping.append(asyncio.ensure_future(_take_orders(platform, fleet, master_loop, journal_thread.master_epoch)))
     glances = JobGlances(platform, master_loop.ask) if isinstance(platform, ShowsJobs) else None
     keeping += [] if glances is None else [asyncio.ensure_future(glances.run())]
     stopping: list[asyncio.Future[None]] = []
@@ -151,13 +158,44 @@ def _platform(config: MasterConfig) -> Platform | None:
     return build_platform(config.platform, job_uid=config.job_uid or config.job_name, options=config.platform_options)
 
 
-def _platform_driver(config: MasterConfig, platform: Platform, master_loop: MasterLoop) -> PlatformDriver:
+async def _take_orders(
+    platform: TakesOrders, fleet: PlatformDriver | None, master_loop: MasterLoop, master_epoch: int
+) -> None:
+    """When the job has heard what stands written already."""
+    assert fleet is not None, "a platform has a driver"
+    await fleet.has_begun.wait()
+    await platform.take_orders(master_loop.ask, master_epoch)
+
+
+def _platform_driver(
+    config: MasterConfig, platform: Platform, master_loop: MasterLoop, master_epoch: int
+) -> PlatformDriver:
     assert config.fleet is not None, "checked where the platform was built"
     environ = {"DLROVER_EXTENSION_DYNAMIC_FAILOVER": config.failover_extension} if config.failover_extension else {}
-    fleet = PlatformDriver(platform, config.fleet, master_loop.tell, environ=environ)
+    first = None
+    if isinstance(platform, TakesOrders):
+        first = functools.partial(platform.begin_orders, master_loop.ask, master_epoch)
+    fleet = PlatformDriver(
+        platform,
+        config.fleet,
+        master_loop.tell,
+        environ=environ,
+        scaling=config.scaling,
+        is_scaling=lambda: master_loop.job.state.scaling.mode is not ScaleMode.OFF,
+        first=first,
+    )
     master_loop.listeners.on_intent = fleet.take
     log.info("platform=%s capabilities=%s", config.platform, platform.capabilities)
     return fleet
+
+
+async def _define_scaling(master_loop: MasterLoop, terms: ScaleTerms) -> None:
+    """Of a job whose nodes people start: batches may be tuned all the same."""
+    while True:
+        with contextlib.suppress(Unavailable):
+            await master_loop.tell(DefineScaling(terms=terms))
+            return
+        await asyncio.sleep(STOP_PERIOD)
 
 
 def _pre_check(config: MasterConfig, master_loop: MasterLoop, events: EventLog) -> PreCheckRunner:

@@ -12,8 +12,8 @@ implementation passes them.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
-from typing import Protocol, runtime_checkable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -30,8 +30,14 @@ from dlrover.protocol.messages.fleet import (
 )
 
 Intent = LaunchNode | RemoveNode
-Sight = NodesListed | NodeChanged
-"""What a watch sees."""
+
+
+class RoomChanged(Struct, tag=True, frozen=True):
+    """The room of the job may be another now: ask for it."""
+
+
+Sight = NodesListed | NodeChanged | RoomChanged
+"""What a watch sees. Room that changes is told where the platform hears of it by itself; elsewhere it is asked for now and then."""
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
@@ -53,7 +59,7 @@ class NodeRoom(Struct, frozen=True):
     """How many nodes of one size the platform could take now, beside those that it has."""
 
     free: int | None
-    """None: unknown. Ask for a node, and see."""
+    """None: unknown. Ask for a node, and see. Below 0: the job has more than it may, so many have to go."""
     reason: str = ""
     """What bounds it, or why it is unknown: a sentence for people."""
 
@@ -74,6 +80,19 @@ class ShowsJobs(Protocol):
 
     async def show(self, glance: JobGlance) -> None:
         """Raises `Unavailable`."""
+        ...
+
+
+@runtime_checkable
+class TakesOrders(Protocol):
+    """A platform in which people write what they want of a job: other numbers, a pause, its end."""
+
+    async def begin_orders(self, ask: Callable[[Any], Awaitable[object]], master_epoch: int) -> None:
+        """What stands written before anything is launched. `ask` is the job. Raises `Unavailable`."""
+        ...
+
+    async def take_orders(self, ask: Callable[[Any], Awaitable[object]], master_epoch: int) -> None:
+        """Whatever is written from now on, until cancelled."""
         ...
 
 

@@ -18,6 +18,7 @@ from dlrover.platforms.base import (
     Intent,
     LaunchNotTaken,
     NodeRoom,
+    RoomChanged,
     Sight,
     StaleMaster,
     check_intent,
@@ -138,6 +139,13 @@ class FakeCloud:
         if self._runs_at_once:
             self.run(uid, intent.id)
 
+    def resize(self, capacity: int) -> None:
+        """So many nodes may run from now on. Those that run stay until their job lets them go."""
+        self.capacity = capacity
+        for job in self._jobs.values():
+            for queue in job.watches:
+                queue.put_nowait(RoomChanged())
+
     def room(self, resource: Resource) -> NodeRoom:
         check_size(resource, "a question for room")
         if self.refusal:
@@ -147,7 +155,7 @@ class FakeCloud:
         if not self.capacity:
             return NodeRoom(None, "the fake cloud takes any number of nodes")
         running = self._num_running()
-        return NodeRoom(max(0, self.capacity - running), f"{running} of at most {self.capacity} nodes run")
+        return NodeRoom(self.capacity - running, f"{running} of at most {self.capacity} nodes run")
 
     def _num_running(self) -> int:
         return sum(node.exit_code is None for job in self._jobs.values() for node in job.nodes.values())

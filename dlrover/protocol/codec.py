@@ -19,6 +19,7 @@ from dlrover.protocol.messages.fleet import MigrateNode, RestartJob, ResumeJob, 
 from dlrover.protocol.messages.frames import Answer, FromAgent, FromMaster, Refusal
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, JobStatus, Query, StopJob
 from dlrover.protocol.messages.requests import SteeringCommand
+from dlrover.protocol.messages.scaling import ScaleTo, SetScaling
 from dlrover.protocol.status_fitting import fit_into_answer
 from dlrover.protocol.text import UNENCODABLE
 
@@ -35,6 +36,8 @@ Question = (
     | RestartJob
     | RequestSave
     | SteeringCommand
+    | SetScaling
+    | ScaleTo
 )
 """What a one-shot client may ask."""
 

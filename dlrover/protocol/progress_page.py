@@ -12,7 +12,7 @@ import mmap
 import os
 from typing import NamedTuple
 
-from dlrover.protocol.messages.watch import MAX_METRICS, Collective, Phase, Reach
+from dlrover.protocol.messages.watch import MAX_METRICS, Collective, Phase, Reach, StepShape
 
 SIZE = 32768
 MAGIC = 0x31_45_47_41_50_52_4C_44  # "DLRPAGE1"
@@ -50,6 +50,10 @@ NUM_PLAIN_STEPS, PLAIN_NS = 85, 86
 STEP_COUNT = 87
 """A word: whether the script's numbers of steps grow by one with each guarded step; 0: no two saves have shown it yet."""
 COUNTED, NOT_COUNTED = 1, 2
+TIMED_NS, NUM_TIMED_STEPS = 88, 93
+"""Words: the time of whole steps without what was saved or evaluated in them, and how many these are."""
+MICRO_BATCH, ACCUMULATION, TOTAL_BATCH, LOADER_WORKERS = range(89, 93)
+"""Words: what a step consists of (`StepShape`), each plus 1; 0: the worker has not told it."""
 METRIC_NAMES = (1024, 40)
 METRIC_VALUES = 2560
 """Doubles."""
@@ -63,6 +67,7 @@ INFERRED, TOLD, REPORTED = 0, 1, 2
 """Where the step comes from: counted by the hooks; counted from what a checkpoint said; said by the script."""
 
 _READ_ATTEMPTS = 8
+_LARGEST_BATCH = 2**40
 
 
 class Reading(NamedTuple):
@@ -84,6 +89,11 @@ class Reading(NamedTuple):
     """In which nothing was saved or evaluated."""
     plain_ns: int
     """In forward and optimizer, during these: what a rank computes in a usual step."""
+    num_timed_steps: int
+    """Whole ones."""
+    timed_ns: int
+    """All the time of these but for saving and evaluating: what the job needs for its steps."""
+    shape: StepShape
     step_seconds: float
     num_changes: int
     """Grows with every change of phase: whoever sees another number has seen progress."""
@@ -174,6 +184,9 @@ def decode(copy: bytes, now_ns: int) -> Reading:
         reach=_reach(words),
         num_plain_steps=max(0, words[NUM_PLAIN_STEPS]),
         plain_ns=max(0, words[PLAIN_NS]),
+        num_timed_steps=max(0, words[NUM_TIMED_STEPS]),
+        timed_ns=max(0, words[TIMED_NS]),
+        shape=_shape(words),
         step_seconds=max(0, words[STEP_NS]) / 1e9,
         num_changes=words[NUM_CHANGES],
         phase_ns=phase_ns,
@@ -203,6 +216,17 @@ def _reach(words: memoryview) -> Reach:
         data=(max(0, words[DATA_EPOCH]), max(0, words[DATA_DONE])),
         has_whole_epoch=words[HAS_WHOLE_EPOCH] == 1,
         is_counting_anew=words[IS_COUNTING_ANEW] == 1,
+    )
+
+
+def _shape(words: memoryview) -> StepShape:
+    told = (words[MICRO_BATCH], words[ACCUMULATION], words[TOTAL_BATCH], words[LOADER_WORKERS])
+    micro_batch, accumulation, total_batch, loader_workers = (min(max(0, each), _LARGEST_BATCH) - 1 for each in told)
+    return StepShape(
+        micro_batch=max(0, micro_batch),
+        accumulation=max(1, accumulation),
+        total_batch=max(0, total_batch),
+        loader_workers=loader_workers,
     )
 
 

@@ -306,6 +306,17 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         **_in("tensorflow.reporting", "TFTrainingReporter is_tf_chief"),
         "TrainingProcessReporter": f"{_COMPAT}.tensorflow.reporting:TFTrainingReporter",
     },
+    "dlrover.python.elastic_agent.config.paral_config_tuner": _in("client.paral_config_tuner", "ParalConfigTuner"),
+    "dlrover.python.master.monitor.perf_monitor": _in("scaling.speed_monitor", "GlobalStepRecord PerfMonitor"),
+    "dlrover.python.master.monitor.speed_monitor": _in("scaling.speed_monitor", "GlobalStepRecord SpeedMonitor"),
+    "dlrover.python.master.monitor.throughput_monitor": _in(
+        "scaling.speed_monitor", "GlobalStepRecord ThroughputMonitor"
+    ),
+    "dlrover.python.master.stats.job_collector": _in("scaling.job_statistics", "JobMetricCollector"),
+    "dlrover.python.master.stats.reporter": _in("scaling.job_statistics", "LocalStatsReporter"),
+    "dlrover.python.master.stats.training_metrics": _in(
+        "scaling.job_statistics", "DatasetMetric RuntimeMetric TrainingHyperParams"
+    ),
     "dlrover.python.elastic_agent.tensorflow.elastic_ps": _in("tensorflow.elastic_ps", "ElasticPsClient"),
     "dlrover.python.elastic_agent.tensorflow.hooks": {
         "ElasticDataShardReportHook": "dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook:ElasticDataShardReportHook",
@@ -326,7 +337,7 @@ _INSIDE = "a class of the original's inside; this implementation is built differ
 _BRAIN = "the optimiser service for several jobs (Brain)"
 _KUBERNETES = "jobs on Kubernetes"
 _RAY = "jobs on Ray"
-_SCALING = "scaling and tuned settings"
+_SCALING = "an optimiser of the original's master; here `--optimizer` chooses one (fitted, rules, none), and none is a class for scripts"
 _TENSORFLOW = "training with TensorFlow"
 _UNIFIED = "jobs of several roles (the unified API)"
 
@@ -349,7 +360,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.diagnosis.datacollector.atorch_event_collector": _all(_INSIDE, "AtorchEventCollector"),
     "dlrover.python.diagnosis.datacollector.resource_collector": _all(_INSIDE, "ResourceCollector"),
     "dlrover.python.diagnosis.datacollector.xpu_timer_metric_collector": _all(_INSIDE, "XpuTimerMetricsCollector"),
-    "dlrover.python.elastic_agent.config.paral_config_tuner": _all(_SCALING, "ParalConfigTuner"),
     "dlrover.python.elastic_agent.context": _all(_INSIDE, "AgentContext get_agent_context"),
     "dlrover.python.elastic_agent.diagnosis.diagnosis_agent": _all(_INSIDE, "DiagnosisAgent"),
     "dlrover.python.elastic_agent.master_client": _all(_INSIDE, "GrpcMasterClient HttpMasterClient RayMasterClient"),
@@ -362,6 +372,11 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "ElasticTrainingAgent MasterRendezvousHandler NetworkCheckElasticAgent NodeCheckElasticAgent "
         "RendezvousOutSyncError",
     ),
+    "dlrover.python.master.resource.job": _all(
+        _SCALING, "AllreduceJobResourceOptimizer JobResource JobResourceOptimizer PSJobResourceOptimizer"
+    ),
+    "dlrover.python.master.resource.local_optimizer": _all(_SCALING, "PSLocalOptimizer"),
+    "dlrover.python.master.resource.optimizer": _all(_SCALING, "ResourceOptimizer ResourcePlan SimpleOptimizer"),
     "dlrover.python.master.shard.dataset_splitter": _all(
         _INSIDE, "DatasetSplitter StreamingDatasetSplitter TableDatasetSplitter TextDatasetSplitter"
     ),

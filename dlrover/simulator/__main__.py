@@ -6,6 +6,7 @@
     --seed 4711 --shrink                   the same with as few faults as still break it
     --false-alarms --node-days 10000       healthy nodes with realistic pauses
     --standard                             small jobs under the standard mix: for measuring speed
+    --tasks                                parameter-server jobs only; with --timeline and --shrink, too
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from dlrover.simulator.campaign import (
     Totals,
     draw_pauses,
     draw_plan,
+    draw_task_plan,
     run_many,
     run_plan,
     run_seed,
     run_standard_seed,
+    run_task_seed,
     shrink,
 )
 from dlrover.simulator.plan import SeedPlan
@@ -38,7 +41,7 @@ PAUSE_DAYS = 2.0
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.timeline or options.shrink:
-        return _tell(options.seed, is_shrunk=options.shrink)
+        return _tell(options)
     if options.false_alarms:
         return _false_alarms(options)
     return _campaign(options)
@@ -53,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeline", action="store_true", help="run this one seed and tell what happened")
     parser.add_argument("--shrink", action="store_true", help="the same with as few faults as still break it")
     parser.add_argument("--standard", action="store_true", help="small jobs under the standard mix only")
+    parser.add_argument("--tasks", action="store_true", help="parameter-server jobs only")
     parser.add_argument("--false-alarms", action="store_true", help="realistic pauses of healthy nodes only")
     parser.add_argument("--node-days", type=float, default=10_000.0, help="of --false-alarms")
     return parser
@@ -63,9 +67,9 @@ def _campaign(options: argparse.Namespace) -> int:
         is_late = options.seconds and totals.seconds >= options.seconds
         return totals.num_faults >= options.faults or bool(is_late) or len(totals.failures) >= NUM_SHOWN
 
-    run = run_standard_seed if options.standard else run_seed
+    run = run_task_seed if options.tasks else run_standard_seed if options.standard else run_seed
     totals = _run(run, options, is_enough, lambda totals: f"{totals.num_faults:,} faults")
-    _report(totals, options.jobs)
+    _report(totals, options.jobs, is_of_tasks=options.tasks)
     return _exit_code(totals, bool(totals.failures))
 
 
@@ -116,7 +120,7 @@ def _run(
     return totals
 
 
-def _report(totals: Totals, jobs: int) -> None:
+def _report(totals: Totals, jobs: int, *, is_of_tasks: bool = False) -> None:
     seconds = max(totals.seconds, 1e-9)
     print(
         f"{totals.num_faults:,} faults over {totals.num_seeds:,} seeds in {seconds:.0f} s on {jobs} "
@@ -133,23 +137,24 @@ def _report(totals: Totals, jobs: int) -> None:
     )
     print("faults: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(totals.by_kind.items())))
     print(f"data: {totals.num_records:,} records in models, {totals.num_read_out:,} datasets read to the end")
+    print(f"last breaths: {totals.num_breaths:,}, of which {totals.num_breaths_saved:,} saved a step")
     print(f"slowest recovery after the faults stopped: {totals.slowest_recovery:.0f} s")
     if totals.is_interrupted:
         print("interrupted: this is what was done until then")
     print(f"violations: {len(totals.failures)}")
     for failure in totals.failures[:NUM_SHOWN]:
         print(f"  {_sentence(failure)}")
-        print(f"    python -m dlrover.simulator --seed {failure.seed} --timeline")
+        print(f"    python -m dlrover.simulator --seed {failure.seed} --timeline{' --tasks' * is_of_tasks}")
 
 
 def _sentence(failure: Failure) -> str:
     return f"seed {failure.seed}: {failure.invariant}: {failure.sentence}"
 
 
-def _tell(seed: int, *, is_shrunk: bool) -> int:
-    plan = draw_plan(seed)
+def _tell(options: argparse.Namespace) -> int:
+    plan = (draw_task_plan if options.tasks else draw_plan)(options.seed)
     outcome = run_plan(plan)
-    if is_shrunk and isinstance(outcome, Failure):
+    if options.shrink and isinstance(outcome, Failure):
         plan, outcome = shrink(plan, outcome.invariant)
     run_plan(plan, on_note=_print_note)
     _describe(plan)

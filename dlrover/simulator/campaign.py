@@ -37,12 +37,15 @@ from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import (
     Shape,
     add_agents,
+    add_guards,
     add_pods,
     add_rooms,
+    add_scaling,
     add_syncs,
     add_types,
     draw_large_shape,
     draw_shape,
+    draw_task_shape,
 )
 from dlrover.simulator.simulation import Simulation
 from dlrover.simulator.truth.invariants import Violation
@@ -91,9 +94,11 @@ def draw_plan(seed: int, *, is_standard: bool = False) -> SeedPlan:
         intensity = chance.choice([1.0, 3.0, 8.0, 16.0])
     shape = add_rooms(random.Random(f"{seed}/rooms"), shape)
     shape = add_types(random.Random(f"{seed}/types"), shape)
+    shape = add_scaling(random.Random(f"{seed}/scaling"), shape)
     shape = add_pods(random.Random(f"{seed}/pods"), shape)
     shape = add_syncs(random.Random(f"{seed}/syncs"), shape)
     shape = add_agents(random.Random(f"{seed}/agents"), shape)
+    shape = add_guards(random.Random(f"{seed}/guards"), shape)
     plan = _plan(seed, chance, shape, hours, intensity)
     return replace(plan, is_thorough=seed % THOROUGH_EVERY == 0, digest_every=16 if shape.num_nodes < 100 else 64)
 
@@ -118,6 +123,36 @@ def _plan(seed: int, chance: random.Random, shape: Shape, hours: float, intensit
         )
         faults = tuple(sorted((*faults, *more), key=lambda fault: fault.at))
     return SeedPlan(seed=seed, shape=shape, faults=faults, hours=hours)
+
+
+TASK_MASTER_MIX: dict[str, float] = {kind: rate for kind, rate in MASTER_MIX.items() if kind != "journal-lost"} | {
+    "scaling": 4.0,
+    "master-crash": 3.0,
+}
+"""Per hour of a parameter-server job: what it is scaled, and its masters die. Without its journal no master takes such a job up."""
+TASK_MIX: dict[str, float] = {"worker-crash": 1.0, "exchange": 0.5}
+
+
+def draw_task_plan(seed: int) -> SeedPlan:
+    """A parameter-server job whose servers, chief and workers are lost, scaled and exchanged."""
+    chance = random.Random(f"{seed}/tasks/plan")
+    is_sprint = seed % SPRINT_EVERY == SPRINT_EVERY - 1
+    hours = chance.choice([0.05, 0.1]) if is_sprint else 1.0
+    intensity = chance.choice([10.0, 30.0]) if is_sprint else chance.choice([0.5, 1.0, 3.0, 8.0])
+    shape = add_pods(random.Random(f"{seed}/tasks/pods"), draw_task_shape(chance, hours))
+    assert shape.fleet is not None, "servers are asked for"
+    num_nodes = sum(replicas.count for replicas in shape.fleet.replicas.values())
+    mix = STANDARD_MIX | FLEET_MIX | TASK_MIX
+    faults = draw_faults(
+        chance,
+        hours=hours,
+        num_nodes=num_nodes,
+        intensity=intensity * min(1.0, FULL_LIST / num_nodes),
+        mix=mix,
+        master_mix=TASK_MASTER_MIX | CLOUD_MIX | PEOPLE_MIX,
+    )
+    plan = SeedPlan(seed=seed, shape=shape, faults=faults, hours=hours)
+    return replace(plan, is_thorough=seed % THOROUGH_EVERY == 0)
 
 
 def draw_pauses(seed: int, *, num_nodes: int, days: float) -> SeedPlan:
@@ -148,6 +183,10 @@ def run_seed(seed: int) -> Outcome:
     return run_plan(draw_plan(seed))
 
 
+def run_task_seed(seed: int) -> Outcome:
+    return run_plan(draw_task_plan(seed))
+
+
 def run_standard_seed(seed: int) -> Outcome:
     return run_plan(draw_plan(seed, is_standard=True))
 
@@ -165,6 +204,8 @@ class Totals:
         self.num_alarms = 0
         self.num_records = 0
         self.num_read_out = 0
+        self.num_breaths = 0
+        self.num_breaths_saved = 0
         self.node_hours = 0.0
         self.slowest_recovery = 0.0
         self.by_kind: dict[str, int] = {}
@@ -186,6 +227,8 @@ class Totals:
         self.num_alarms += outcome.num_alarms
         self.num_records += outcome.num_records
         self.num_read_out += outcome.is_read_out
+        self.num_breaths += outcome.num_breaths
+        self.num_breaths_saved += outcome.num_breaths_saved
         self.node_hours += outcome.node_hours
         self.slowest_recovery = max(self.slowest_recovery, outcome.recovery)
         self.by_reason[outcome.reason] = self.by_reason.get(outcome.reason, 0) + 1

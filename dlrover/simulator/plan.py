@@ -45,6 +45,10 @@ class Result(Struct, frozen=True, kw_only=True):
     """Of a dataset, in the newest model."""
     is_read_out: bool = False
     """Nothing of it is left to read."""
+    num_breaths: int = 0
+    """Talks of an agent with the survivors of a loss."""
+    num_breaths_saved: int = 0
+    """Of which so many left a step in memory."""
     reason: str
     """Why the job ended; empty if it was not waited for."""
     trace: str

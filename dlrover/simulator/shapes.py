@@ -16,6 +16,7 @@ from dlrover.protocol.messages.check import CheckTerms
 from dlrover.protocol.messages.data import DatasetSpec, StorageKind
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages.job import Detection, JobTerms, Limits, RestartPolicy
+from dlrover.protocol.messages.scaling import ScaleFor, ScaleMode, ScaleTerms
 
 
 class Costs(Struct, frozen=True, kw_only=True):
@@ -79,8 +80,29 @@ class Shape(Struct, frozen=True, kw_only=True):
     """What the workers read; None: nothing that anybody counts."""
     has_warm_up: bool = False
     """Agents import what their workers need before they join; else their first workers start more slowly."""
+    has_tasks: bool = False
+    """With a fleet of a parameter-server job: each of its nodes has an agent, and their processes form a cluster. Needs a dataset."""
+    has_exact_saves: bool = False
+    """With such a cluster: all park for each save of the chief."""
     has_failover: bool = False
     """Agents ask an extension of the user what shall follow a failure."""
+    has_guard: bool = False
+    """Workers leave their last step behind when one of them is lost."""
+    scaling: ScaleTerms | None = None
+    """The job finds its own size; None: people and faults alone change it."""
+    law: tuple[float, float, float] = (0.0, 1.0, 0.0)
+    """Parts of a step that stay, that are divided among the nodes, and that each further node adds."""
+    law_noise: float = 0.0
+    """Of a measurement, as a share."""
+
+    def step_time(self, nodes: int) -> float:
+        """Seconds of one step in a world of so many nodes."""
+        fixed, divided, added = self.law
+        return self.costs.step * (fixed + divided * self.max_nodes / nodes + added * (nodes - 1))
+
+    @property
+    def slowest_step(self) -> float:
+        return max(self.step_time(nodes) for nodes in (self.node_unit, self.max_nodes))
 
     @property
     def num_nodes(self) -> int:
@@ -116,6 +138,7 @@ class Shape(Struct, frozen=True, kw_only=True):
             detection=self.detection,
             standby=0 if self.fleet is None else self.fleet.standby,
             check=self.check,
+            strategy=Strategy.PS if self.has_tasks else Strategy.ALLREDUCE,
         )
 
 
@@ -169,6 +192,7 @@ DATA_ODDS = 0.2
 SYNC_ODDS = 0.15
 WARM_UP_ODDS = 0.5
 FAILOVER_ODDS = 0.15
+GUARD_ODDS = 0.5
 MOST_TO_SYNC = 40
 """Nodes: all workers come to each meeting, which costs a large job too much."""
 
@@ -193,6 +217,11 @@ def add_agents(chance: random.Random, shape: Shape) -> Shape:
     return replace(shape, has_warm_up=chance.random() < WARM_UP_ODDS, has_failover=chance.random() < FAILOVER_ODDS)
 
 
+def add_guards(chance: random.Random, shape: Shape) -> Shape:
+    """In some jobs the survivors of a loss leave their last step behind."""
+    return replace(shape, has_guard=chance.random() < GUARD_ODDS)
+
+
 def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:
     workers = ReplicaSpec(
         count=shape.max_nodes,
@@ -206,6 +235,32 @@ def draw_fleet(chance: random.Random, shape: Shape) -> FleetSpec:
         pending_timeout=chance.choice([600.0, 900.0, 0.0]),
         failure_window=chance.choice([60.0, 3600.0]),
     )
+
+
+SCALING_ODDS = 0.25
+
+
+def add_scaling(chance: random.Random, shape: Shape) -> Shape:
+    """Some jobs find their own size: they begin small, in a fleet that could give them more."""
+    if chance.random() >= SCALING_ODDS or (shape.fleet is not None and not shape.is_one_world):
+        return shape
+    more = chance.randint(1, 4) * shape.node_unit
+    shape = replace(shape, max_nodes=max(shape.max_nodes, shape.min_nodes + more))
+    fleet = draw_fleet(chance, shape)
+    if shape.fleet is not None:
+        replicas = shape.fleet.replicas | {NodeType.WORKER: replace(fleet.replicas[NodeType.WORKER])}
+        fleet = replace(shape.fleet, replicas=replicas)
+    terms = ScaleTerms(
+        mode=chance.choice([ScaleMode.ON, ScaleMode.ON, ScaleMode.ON, ScaleMode.DRY_RUN]),
+        scale_for=chance.choice(list(ScaleFor)),
+        nodes_start=shape.min_nodes,
+        stable_for=chance.choice([20.0, 60.0]),
+        longest_probation=chance.choice([120.0, 600.0]),
+        manual_hold=chance.choice([0.0, 60.0, 600.0]),
+        ignore_room=chance.random() < 0.1,
+    )
+    law = (chance.uniform(0.0, 0.5), chance.uniform(0.2, 1.0), chance.choice([0.0, 0.0, 0.02, 0.2]))
+    return replace(shape, fleet=fleet, scaling=terms, law=law, law_noise=chance.choice([0.0, 0.02, 0.1]))
 
 
 TYPES_ODDS = 0.4
@@ -241,6 +296,34 @@ def add_types(chance: random.Random, shape: Shape) -> Shape:
         pending_strategy=chance.choice([0, 1, 2]),
     )
     return replace(shape, fleet=ps_job, spares=0)
+
+
+def draw_task_shape(chance: random.Random, hours: float) -> Shape:
+    """A small job with parameter servers, a chief, workers and perhaps an evaluator, all of them with agents."""
+    budget = chance.choice([3, 5, 100, 100])
+    num_workers = chance.randint(1, 3)
+    replicas = {
+        NodeType.PS: ReplicaSpec(count=chance.randint(1, 3), max_relaunches=budget),
+        NodeType.CHIEF: ReplicaSpec(count=1, max_relaunches=budget),
+        NodeType.WORKER: ReplicaSpec(count=num_workers, max_relaunches=budget),
+    }
+    if chance.random() < 0.5:
+        replicas[NodeType.EVALUATOR] = ReplicaSpec(count=1, max_relaunches=budget)
+    policies = [RestartPolicy(max_restarts=1000), RestartPolicy(max_without_progress=50), RestartPolicy()]
+    dataset = draw_dataset(chance)
+    while dataset.storage is StorageKind.STREAM:
+        dataset = draw_dataset(chance)
+    return Shape(
+        min_nodes=1,
+        max_nodes=num_workers,
+        restarts=chance.choice(policies),
+        num_steps=max(10, round(3600 * hours)),
+        fleet=FleetSpec(replicas=replicas, strategy=Strategy.PS, remove_exited=chance.random() < 0.7),
+        dataset=replace(dataset, is_required=None, max_errors=0),
+        has_tasks=True,
+        has_exact_saves=chance.random() < 0.3,
+        has_warm_up=chance.random() < WARM_UP_ODDS,
+    )
 
 
 POD_ODDS = 0.5

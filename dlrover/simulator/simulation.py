@@ -18,17 +18,21 @@ from dlrover.simulator.faults.network import Network
 from dlrover.simulator.faults.people import People
 from dlrover.simulator.faults.troubles import Troubles
 from dlrover.simulator.masters.masters import Masters
+from dlrover.simulator.masters.statistics import Statistics
 from dlrover.simulator.nodes.agentless_programs import AgentlessPrograms
 from dlrover.simulator.nodes.checks import CheckRuns
 from dlrover.simulator.nodes.cloud import VirtualCloud
 from dlrover.simulator.nodes.cluster import VirtualCluster
 from dlrover.simulator.nodes.platform import NodeSource, VirtualPlatform
+from dlrover.simulator.nodes.tasks import VirtualTasks
 from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.truth import worlds
+from dlrover.simulator.truth.breaths import LastBreaths
 from dlrover.simulator.truth.data import DataTraffic
 from dlrover.simulator.truth.invariants import Violation, bound_of, check_in_full
 from dlrover.simulator.truth.ledger import Ledger
 from dlrover.simulator.truth.saves import SaveTraffic
+from dlrover.simulator.truth.scaling import ScalingTruth
 from dlrover.simulator.truth.store import StoreTraffic
 from dlrover.simulator.truth.syncs import SyncTraffic
 from dlrover.simulator.truth.training import Training
@@ -71,8 +75,14 @@ class Simulation:
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
         self.syncs = SyncTraffic(self)
+        self.breaths = LastBreaths(self)
         dataset = plan.shape.dataset
-        self.data = None if dataset is None else DataTraffic(self, dataset)
+        self.tasks = VirtualTasks(self, dataset) if dataset is not None and plan.shape.has_tasks else None
+        self.reading = None if dataset is None or self.tasks is not None else DataTraffic(self, dataset)
+        """Of workers that meet in worlds."""
+        self.data = self.tasks or self.reading
+        self.statistics = None if plan.shape.scaling is None else Statistics(self)
+        self.scaling = ScalingTruth(self)
         self.check_began_at = 0
         self.bound = bound_of(plan.shape)
         """I8: virtual time from the end of the last trouble to new progress."""
@@ -99,6 +109,8 @@ class Simulation:
             self.events.at(fault.at, self.troubles.inject, fault)
         self.masters.start()
         self.platform.begin()
+        if self.statistics is not None:
+            self.statistics.begin()
         faults_end_at = round(self.plan.hours * 3600 * SECOND)
         self.events.at(faults_end_at, self.troubles.stop)
         check_every = max(FULL_CHECK_EVERY, EVENTS_PER_NODE * self.shape.num_nodes)
@@ -121,7 +133,7 @@ class Simulation:
         now = self.events.now
         if self.ended_at is not None and self.troubles.calm_for() > self.bound and now - self.ended_at > self.bound:
             raise Violation("I8", f"the job ended {(now - self.ended_at) / SECOND:.0f} s ago and is not over")
-        slowest = self.shape.costs.step * self.shape.max_nodes / self.shape.node_unit
+        slowest = self.shape.slowest_step
         limit = faults_end_at + 2 * self.bound + round(self.shape.num_steps * slowest * SECOND)
         if now > limit:
             raise Violation("I8", f"the job should have finished; {self._describe()}")
@@ -157,6 +169,8 @@ class Simulation:
             recovery=self.troubles.recovery / SECOND,
             num_records=0 if data is None else data.num_records,
             is_read_out=data is not None and data.is_read_out(job),
+            num_breaths=self.breaths.num_breaths,
+            num_breaths_saved=self.breaths.num_saved,
             reason="" if job.end is None else job.end.reason.value,
             trace=f"{self.masters.journal.trace}-{self.events.num_past:x}-{self.events.now:x}",
         )

@@ -38,6 +38,8 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     """Rounds and the steps that their ranks went on with: what older rounds trained beyond that was given up."""
     progress_page: str = ""
     """Shared memory into which this worker writes what it is doing; empty: nobody watches."""
+    node_pages: tuple[str, ...] = ()
+    """The same of all workers of this node, by local rank."""
     dump_file: str = ""
     dump_signal: int = 0
     """When it comes, the stacks of all threads go to `dump_file`; 0: never."""
@@ -77,6 +79,7 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         job_age=float(environ.get("DLROVER_JOB_AGE", "0")),
         turns=_read_turns(environ.get("DLROVER_TURNS", "")),
         progress_page=environ.get("DLROVER_PROGRESS_PAGE", ""),
+        node_pages=tuple(filter(None, environ.get("DLROVER_NODE_PAGES", "").split(","))),
         dump_file=environ.get("DLROVER_DUMP_FILE", ""),
         dump_signal=int(environ.get("DLROVER_DUMP_SIGNAL", "0")),
         recorder_pipe=environ.get("DLROVER_RECORDER_PIPE", ""),

@@ -46,6 +46,7 @@ _NUM_CHANGES, _PHASE_NS, _BUCKETS, _NUM_BUCKETS = (
     layout.BUCKETS,
     layout.NUM_BUCKETS,
 )
+_SHAPE = (layout.MICRO_BATCH, layout.ACCUMULATION, layout.TOTAL_BATCH, layout.LOADER_WORKERS)
 _now = time.monotonic_ns
 
 
@@ -169,7 +170,7 @@ class PhaseWriter:
 
     def _count_plain(self, now: int) -> None:
         """
-        The computing time of a step, unless something was saved or evaluated in it: around a save a rank opens, closes and
+        The time of a step without saves and evaluations; and its computing time, unless something was saved or evaluated in it: around a save a rank opens, closes and
         synchronises files, which looks like computing and is not what it does in each step.
         """
         words, computing, beside = self.words, 0, 0
@@ -177,10 +178,27 @@ class PhaseWriter:
             computing += words[_PHASE_NS + phase] + (now - self._since if phase == self.phase else 0)
         for phase in (CHECKPOINT, EVALUATION):
             beside += words[_PHASE_NS + phase] + (now - self._since if phase == self.phase else 0)
+        if self._step_ended_at:
+            words[layout.NUM_TIMED_STEPS] += 1
+            words[layout.TIMED_NS] += now - self._step_ended_at - (beside - self._spent_before[1])
         if self._step_ended_at and beside == self._spent_before[1]:
             words[layout.NUM_PLAIN_STEPS] += 1
             words[layout.PLAIN_NS] += computing - self._spent_before[0]
         self._spent_before = (computing, beside)
+
+    def set_shape(
+        self,
+        *,
+        micro_batch: int | None = None,
+        accumulation: int | None = None,
+        total_batch: int | None = None,
+        loader_workers: int | None = None,
+    ) -> None:
+        """None: as told before."""
+        told = (micro_batch, accumulation, total_batch, loader_workers)
+        for word, value in zip(_SHAPE, told, strict=True):
+            if value is not None:
+                self.words[word] = value + 1
 
     def count_batch(self) -> None:
         self.words[layout.NUM_BATCHES] += 1
@@ -286,6 +304,13 @@ def tell_data(epoch: int, num_done: int) -> None:
     writer = current()
     if writer is not None:
         writer.set_data(epoch, num_done)
+
+
+def tell_shape(**told: int | None) -> None:
+    """What a step consists of: arguments of `PhaseWriter.set_shape`."""
+    writer = current()
+    if writer is not None:
+        writer.set_shape(**told)
 
 
 def tell_count_anew(*, is_epoch_over: bool) -> None:

@@ -113,7 +113,6 @@ SPECIFIED = {
 TO_COME = {
     # Spec 01 §13, §14.
     PYTHON + "brain.client": "build_brain_client BrainClient GlobalBrainClient",
-    PYTHON + "elastic_agent.config.paral_config_tuner": "ParalConfigTuner",
     PYTHON + "elastic_agent.torch.training": "ElasticTrainingAgent MasterRendezvousHandler NodeCheckElasticAgent "
     "NetworkCheckElasticAgent RendezvousOutSyncError",
     PYTHON + "elastic_agent.diagnosis.diagnosis_agent": "DiagnosisAgent",

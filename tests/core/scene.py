@@ -18,6 +18,7 @@ from dlrover.core.goodput.accountant import LOST
 from dlrover.core.goodput.booking import class_of
 from dlrover.core.job import Job, Origin, Outcome
 from dlrover.core.state import JobState
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.fleet import ScaleJob
 from dlrover.protocol.messages.job import (
@@ -132,6 +133,7 @@ class Scene:
             ticket = self.sequence.stage(command, self.now, origin)
         except Rejected as error:
             assert self.job.encode() == before, f"a rejected {type(command).__name__} changed the job"
+            check_kind(error)
             self.rejections.append(f"{type(command).__name__} {error.code}")
             raise
         batch = self.sequence.take()
@@ -219,7 +221,7 @@ class Scene:
             ReportFailure(
                 node=agent.node,
                 incarnation=agent.incarnation,
-                round=Round(self.job.state.rendezvous.round if round_ is None else round_),
+                round=self.newest_round(name) if round_ is None else Round(round_),
                 failures=failures,
                 **details,
             ),
@@ -227,13 +229,13 @@ class Scene:
 
     def finish(self, name: str, *, round_: int | None = None) -> Outcome:
         agent = self.agents[name]
-        newest = self.job.state.rendezvous.round
-        return self.send(
-            name,
-            ReportFinished(
-                node=agent.node, incarnation=agent.incarnation, round=Round(newest if round_ is None else round_)
-            ),
-        )
+        newest = self.newest_round(name) if round_ is None else Round(round_)
+        return self.send(name, ReportFinished(node=agent.node, incarnation=agent.incarnation, round=newest))
+
+    def newest_round(self, name: str) -> Round:
+        """In which the workers of this agent run; with parameter servers the start of its process."""
+        state = self.job.state
+        return state.rendezvous.round if state.cluster is None else state.cluster.round_of(self.agents[name].node)
 
     def leave(self, name: str, reason: LeaveReason = LeaveReason.JOB_ENDED) -> Outcome:
         agent = self.agents[name]
@@ -326,6 +328,10 @@ class Scene:
     def verdicts(self) -> tuple[str, ...]:
         """Of the last command."""
         return self.outcomes[-1].verdicts
+
+
+def check_kind(refusal: Rejected) -> None:
+    assert refusal.code != ErrorCode.REJECTED, f"a refusal says of which kind it is: {refusal}"
 
 
 def check_goodput(job: Job) -> None:

@@ -16,6 +16,7 @@ from dlrover.core.job import Job
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import Micros
 from tests.core.perturbations import LATER, around
+from tests.core.scene import check_kind
 from tests.core.transcripts import DIRECTORY, Story, told_by
 
 NUM_NEIGHBOURS = 6
@@ -40,5 +41,6 @@ def test_a_message_beside_those_of_a_story_is_taken_or_refused(path: pathlib.Pat
             other = Job.decode(snapshot)
             try:
                 other.apply(command, Micros(record.now + chance.choice(LATER)), record.origin)
-            except Rejected:
+            except Rejected as error:
                 assert other.encode() == snapshot, f"{command} was refused and changed something"
+                check_kind(error)

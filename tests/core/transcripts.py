@@ -4,7 +4,7 @@ Transcripts: a story in a text file, with what the core said to it.
 Lines before `----` are commands, lines after it are what came out, up to an empty line. `python -m tests.core.transcripts`
 rewrites what came out; the difference is reviewed like any other.
 
-    limits min=2 max=3 last_call=30      terms of the job (also restarts=N standby=N pend_timeout=S check={...})
+    limits min=2 max=3 last_call=30      terms of the job (also restarts=N standby=N pend_timeout=S check={...} strategy=ps)
     attach a b rank=0 procs=2            agents present themselves (also group=N, place=ROW/RACK)
     join a b | fail a kind=signal | finish a | leave a reason=preempted
     fail a exceptions=NameError rank=0 ranks=2     an exception in two ranks, before any step
@@ -31,7 +31,12 @@ In stories with a platform its nodes are called by their number, and the agent o
     node 0 1 phase=Running host=h0       the platform tells that nodes have changed; `vanish 1`: that one was deleted
     list                                 the platform tells everything that it has
     train 0 1                            nodes run, their agents attach and join
+    come 0 1                             nodes run, and their agents attach
 
+With parameter servers (`strategy=ps`) an agent adds the start of its process in place of the round: `n0: ServerBound address=h0:1`.
+
+What workers tell of their phases goes through the ledger of progress: `tell a step=7 forward=3.5 phase=data` is a report of a worker (`rank=1`: of the second),
+`book` is what the ledger makes of all of them by then, and books it (`book now`: before its time).
 In stories about goodput `account a step=7 compute=20 redo=3` is what a node's workers did since their round began, in seconds, `goodput` shows where the
 time went, and after `events` it is shown what people are told of each command, as `* ...`.
 In stories about ranks that stand still (`watch`, see `tests.core.diagnosis.watch_story`) there is no job: the watch is told what agents see.
@@ -51,12 +56,14 @@ import msgspec
 
 from dlrover.core.commit_order import decode_record
 from dlrover.core.goodput.events import EventTeller
+from dlrover.core.goodput.progress_ledger import ProgressLedger
 from dlrover.core.job import Outcome
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.check import CheckTerms, ReportCheck
+from dlrover.protocol.messages.cluster import ClusterTask
 from dlrover.protocol.messages.data import DatasetSpec
-from dlrover.protocol.messages.fleet import NodeExit, NodePhase
+from dlrover.protocol.messages.fleet import NodeExit, NodePhase, Strategy
 from dlrover.protocol.messages.goodput import SPLIT, AccountGoodput, JobEvent, NodeAccount
 from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
@@ -81,6 +88,7 @@ from dlrover.protocol.messages.job import (
     Wish,
     WorldSpec,
 )
+from dlrover.protocol.messages.watch import Phase, ProgressReport
 from tests.core.diagnosis.watch_story import WatchStory
 from tests.core.fleet.fleet_scene import FleetScene
 from tests.core.scene import failure, terms
@@ -146,6 +154,7 @@ class Story:
     def __init__(self) -> None:
         self.scene = FleetScene()
         self.teller: EventTeller | None = None
+        self.ledger = ProgressLedger()
         self.kept: dict[str, object] = {}
         self.answer: object = None
 
@@ -158,6 +167,8 @@ class Story:
             case "limits":
                 scene.terms = _terms(options)
                 return []
+            case "restart-master":
+                self.ledger = ProgressLedger()
             case "events":
                 self.teller = EventTeller(scene.job.state)
                 return []
@@ -169,6 +180,13 @@ class Story:
                 return []
             case "goodput":
                 return _lines("= ", scene.job.goodput(scene.now))
+            case "tell":
+                for name in names:
+                    self.ledger.heard(_progress(scene, name, options), scene.job.state, scene.now)
+                return []
+            case "book":
+                account = self.ledger.account(scene.now, at_once="now" in names)
+                return ["nothing to book"] if account is None else self._booked(account)
             case "show":
                 return [line for path in names for line in _lines(f"{path}: ", _part(scene.job.state, path))]
         if verb.endswith("?"):
@@ -199,6 +217,10 @@ class Story:
                 said += [f"* {_event(event)}" for event in told]
         return said
 
+    def _booked(self, account: AccountGoodput) -> list[str]:
+        self.scene.do(account)
+        return [line for each in account.accounts for line in _lines("= ", each)]
+
     def _send(self, sender: str, name: str, options: dict[str, str]) -> list[str]:
         message = self._message(sender, name, options)
         outcome = self.scene.send(sender, message) if sender else self.scene.do(message)
@@ -210,7 +232,7 @@ class Story:
         if sender:
             agent = self.scene.agents[sender]
             state = self.scene.job.state
-            newest = state.check.round if class_ is ReportCheck else state.rendezvous.round
+            newest = state.check.round if class_ is ReportCheck else self.scene.newest_round(sender)
             own = {"node": agent.node, "incarnation": agent.incarnation, "round": newest}
             fields = {key: value for key, value in own.items() if key in class_.__struct_fields__} | fields
         if class_.__name__.startswith("Kv"):  # values are bytes: a story writes them as text
@@ -224,6 +246,16 @@ class Story:
             told = f"! {otherwise.code}: {otherwise}" if isinstance(otherwise, Rejected) else f"= {compact(otherwise)}"
             return [f"= not yet, look again at {compact(answer.topics)}; at the latest:", told]
         return _lines("= ", answer)
+
+
+def _progress(scene: FleetScene, name: str, options: dict[str, str]) -> ProgressReport:
+    agent = scene.agents[name]
+    values = {key: _value(value) for key, value in options.items()}
+    seconds = {phase.value: values.pop(phase.value) for phase in Phase if phase.value in values}
+    rank, round_ = values.pop("rank", 0), values.pop("round", scene.job.state.rendezvous.round)
+    worker = {"local_rank": rank, "global_rank": rank, "seconds": seconds} | values
+    fields = {"node": agent.node, "incarnation": agent.incarnation, "round": round_, "workers": [worker]}
+    return msgspec.convert(fields, ProgressReport, strict=False)
 
 
 def _event(event: JobEvent) -> str:
@@ -312,8 +344,10 @@ def _terms(options: dict[str, str]) -> JobTerms:
     min_nodes, max_nodes, node_unit = (int(options.pop(name, "1")) for name in ("min", "max", "unit"))
     standby = int(options.pop("standby", "0"))
     check = options.pop("check", None)
+    strategy = Strategy[options.pop("strategy", "allreduce").upper()]
     limits = {name: float(value) for name, value in options.items()}
     found = terms(min_nodes, max_nodes, restarts, node_unit=node_unit, standby=standby, **limits)
+    found = msgspec.structs.replace(found, strategy=strategy)
     if check is None:
         return found
     return msgspec.structs.replace(found, check=msgspec.convert(json.loads(check), CheckTerms))
@@ -362,6 +396,8 @@ def _act(scene: FleetScene, verb: str, name: str, options: dict[str, str]) -> No
             scene.list()
         case "train":
             scene.train(int(name))
+        case "come":
+            scene.run(int(name)).come(int(name))
         case "finish":
             scene.finish(name)
         case "leave":
@@ -419,6 +455,8 @@ def _wish(wish: Wish) -> str:
             return f"leave ({exit_code})"
         case End(end):
             return f"end ({end.reason.value}, {end.exit_code})"
+        case Run(WorldSpec(task=ClusterTask() as task) as world):
+            return f"start {world.round} as {task.node_type.value}-{task.rank} of version {task.version}"
         case Run(world):
             return f"run round {world.round} as {_place(world)}, restart {world.restart_count}"
         case JoinCheck(round_, cause, _):

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
+from dlrover.protocol.messages.fleet import FleetNodeStatus, NodePhase, NodeType
 from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
+from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.messages.requests import RelaunchNode
+from dlrover.protocol.messages.scaling import ScaleDecision, ScaleMode, ScaleOutcome, ScalingStatus, SpeedPoint
 from tests.integration.browser import Tab, needs_browser, open_browser
 from tests.integration.jobs import SCRIPTS, kill, wait_until
 from tests.master.web.page_lab import NOW, TOKEN, Page, a_failure, a_status, populate, serve_page
@@ -196,4 +199,42 @@ def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thous
 
         tab.page.set_viewport_size({"width": 390, "height": 844})
         assert tab.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert tab.complaints == []
+
+
+def test_the_curve_of_scaling_has_its_points_and_its_marks(thousand: Thousand) -> None:
+    """Line 12 of scaling: speed over nodes with the fitted curve, and a mark for each change."""
+    page = thousand.page
+    now = page.job.status.now
+    fleet = FleetNodeStatus(
+        id=PlatformId(0), node_type=NodeType.WORKER, rank=0, name="worker-0", phase=NodePhase.RUNNING
+    )
+    page.job.status = replace(page.job.status, fleet=(fleet,))
+    page.job.scaling = ScalingStatus(
+        mode=ScaleMode.ON,
+        sentence="4 nodes instead of 3: <b>32</b> records/s are expected.",
+        target=4,
+        unit="records/s",
+        points=(
+            *(SpeedPoint(nodes, 9.0 * nodes) for nodes in (1, 2, 3)),
+            *(SpeedPoint(nodes, 8.9 * nodes, True) for nodes in range(1, 9)),
+        ),
+        decisions=tuple(
+            ScaleDecision(number=number, at=now, outcome=outcome, sentence=f"change {number}", nodes_after=number)
+            for number, outcome in ((2, ScaleOutcome.PLANNED), (3, ScaleOutcome.TAKEN_BACK), (4, ScaleOutcome.RESTED))
+        ),
+    )
+    for second in range(5):
+        page.gatherer.board.point("steps per second", now / 1e6 - 2 + second, 10.0 + second)
+    thousand.update()
+    with open_browser() as browser:
+        tab = Tab(browser).open(f"{page.url}/?token={TOKEN}")
+        tab.wait_for_text("#scaling-why", "on: 4 nodes instead of 3: <b>32</b>")
+        count = tab.page.locator
+        assert count("#scaling-curve polyline.fitted").count() == 1
+        assert count("#scaling-curve circle.measured").count() == 3
+        assert count("#scaling-curve path.warned").count() == 2, "a mark for each change, none for a rest"
+        assert count("#scaling-curve line.change").count() == 1, "the wanted number"
+        assert count("#scaling-decisions li").count() == 3
+        assert count("#speed line.change").count() == 2, "the changes are marked on the plot of speed, too"
         assert tab.complaints == []

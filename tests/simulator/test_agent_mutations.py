@@ -6,14 +6,19 @@ Each mutation takes one rule away from `dlrover/agent/decisions`. The simulator 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from dlrover.agent.decisions import last_breath
 from dlrover.agent.decisions.acts import Act, OfferPort, StopWorkers
 from dlrover.agent.decisions.decisions import AgentDecisions
 from dlrover.agent.decisions.joining import Joining
+from dlrover.agent.decisions.last_breath import BreathTalk
+from dlrover.agreed.last_breath import Offer, Plan, plan_breath
+from dlrover.host.shared_page.breath_words import BreathAnswer
 from dlrover.protocol.messages.job import Desired, Round, Wish
 from tests.simulator.test_mutations import first_failure
 
@@ -103,6 +108,73 @@ def later_rounds_are_not_entered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Joining, "enter", enter)
 
 
+def patch_plan(patch: pytest.MonkeyPatch, change: Callable[[Sequence[Offer], int], Plan]) -> None:
+    patch.setattr(last_breath, "plan_breath", change)
+
+
+def survivors_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch_plan(patch, lambda offers, silent: plan_breath([replace(each, digest=0) for each in offers], silent))
+
+
+def silence_is_consent(patch: pytest.MonkeyPatch) -> None:
+    patch_plan(patch, lambda offers, silent: plan_breath(offers, 0))
+
+
+def the_oldest_step_is_saved(patch: pytest.MonkeyPatch) -> None:
+    def choose(offers: Sequence[Offer], silent: int) -> Plan:
+        plan = plan_breath(offers, silent)
+        oldest = min((offer.step for offer in offers), default=-1)
+        holders = tuple(offer.local_rank for offer in offers if offer.step == oldest)
+        return replace(plan, step=oldest, holders=holders) if plan.holders else plan
+
+    patch_plan(patch, choose)
+
+
+def any_survivor_saves(patch: pytest.MonkeyPatch) -> None:
+    def choose(offers: Sequence[Offer], silent: int) -> Plan:
+        plan = plan_breath(offers, silent)
+        return replace(plan, holders=tuple(offer.local_rank for offer in offers)) if plan.holders else plan
+
+    patch_plan(patch, choose)
+
+
+def all_are_told_to_finish(patch: pytest.MonkeyPatch) -> None:
+    patch_plan(patch, lambda offers, silent: plan_breath([replace(each, can_finish=True) for each in offers], silent))
+
+
+def steps_are_never_finished(patch: pytest.MonkeyPatch) -> None:
+    patch_plan(patch, lambda offers, silent: plan_breath([replace(each, can_finish=False) for each in offers], silent))
+
+
+def nothing_is_ever_saved(patch: pytest.MonkeyPatch) -> None:
+    patch_plan(patch, lambda offers, silent: Plan(-1, (), "never"))
+
+
+def a_second_writer_follows_one_that_may_still_write(patch: pytest.MonkeyPatch) -> None:
+    def end(talk: BreathTalk, answers: Any) -> None:
+        talk.is_saved = all(answer is BreathAnswer.SAVED for answer in answers.values())
+        talk.orders = {}
+        if not talk.is_saved and not talk.plan.is_cut:
+            talk._ask_next_writer()
+
+    patch.setattr(BreathTalk, "_end_save", end)
+
+
+def a_dead_writer_is_believed(patch: pytest.MonkeyPatch) -> None:
+    def end(talk: BreathTalk, answers: Any) -> None:
+        talk.is_saved, talk.orders = True, {}
+
+    patch.setattr(BreathTalk, "_end_save", end)
+
+
+def a_dead_writer_has_no_successor(patch: pytest.MonkeyPatch) -> None:
+    patch_plan(patch, lambda offers, silent: _first_only(plan_breath(offers, silent)))
+
+
+def _first_only(plan: Plan) -> Plan:
+    return replace(plan, holders=plan.holders[:1])
+
+
 LIKELY = {
     "workers_start_twice": 16,
     "a_used_port_is_not_replaced": 90,
@@ -127,12 +199,22 @@ LIKELY = {
         (cold_nodes_join, {"warm-up"}),
         (victims_are_blamed, {"I7"}),
         (later_rounds_are_not_entered, {"I8"}),
+        (survivors_are_not_compared, {"breath"}),
+        (silence_is_consent, {"breath"}),
+        (the_oldest_step_is_saved, {"breath"}),
+        (any_survivor_saves, {"breath"}),
+        (all_are_told_to_finish, {"breath"}),
+        (steps_are_never_finished, {"breath"}),
+        (nothing_is_ever_saved, {"breath"}),
+        (a_second_writer_follows_one_that_may_still_write, {"breath"}),
+        (a_dead_writer_is_believed, {"breath"}),
+        (a_dead_writer_has_no_successor, {"breath"}),
     ],
 )
 def test_a_broken_rule_of_agents_is_noticed(
     mutation: Mutation, invariants: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
-    room = {"I7": "has_failover", "warm-up": "has_warm_up"}.get(min(invariants), "")
+    room = {"I7": "has_failover", "warm-up": "has_warm_up", "breath": "has_guard"}.get(min(invariants), "")
     failure = first_failure(invariants, room, likely=LIKELY.get(mutation.__name__, 1))
     assert failure.invariant in invariants, failure.sentence

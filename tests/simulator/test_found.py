@@ -5,8 +5,11 @@ Lives that once broke something: each is the shortest list of faults that showed
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.check import CheckTerms
+from dlrover.protocol.messages.cluster import ModelSaved
 from dlrover.protocol.messages.data import DatasetSpec
 from dlrover.protocol.messages.fleet import (
     FleetSpec,
@@ -23,7 +26,7 @@ from dlrover.simulator.campaign import draw_plan, run_plan
 from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
-from tests.core.fleet.fleet_scene import workers
+from tests.core.fleet.fleet_scene import FleetScene, ps_job, workers
 from tests.core.fleet.test_fleet_properties import CountedScene
 from tests.core.scene import terms
 
@@ -330,6 +333,11 @@ FOUND = {
     # An agent joined the next round while an extension of the user thought about its failure. The round completed without the
     # report, and a victim was charged. The agent's mistake, not the core's.
     "a-node-joins-before-its-failure-is-told": draw_plan(51),
+    # The answer to a launch was lost and the pod evicted before the launch was tried again: a second pod beside its successor. The
+    # core has it removed; the check asked that it never be.
+    "an-evicted-pod-is-made-once-more": draw_plan(5737),
+    # A round has 120 s, and they begin anew when a job is resumed. The check gave it 300 s.
+    "a-resumed-job-has-the-patience-of-a-round": draw_plan(2708),
 }
 
 
@@ -358,6 +366,20 @@ def test_a_node_that_fails_after_its_exchange_failed_needs_the_budget() -> None:
     scene = _an_exchange_that_failed()
     scene.vanish(1, exit_reason=NodeExit.HARDWARE)
     assert scene.launched == [0, 1, 2], "the budget is 0"
+
+
+def test_a_worker_that_says_it_saved_is_refused_and_changes_nothing() -> None:
+    """The job counted it as progress before it refused it, and a replay of the journal did not."""
+    scene = FleetScene(replace(terms(1), strategy=Strategy.PS))
+    scene.begin(ps_job(num_workers=2, num_ps=1)).run()
+    for node in tuple(scene.cloud):
+        scene.attach(f"n{node}")
+    worker = scene.agents["n2"]
+    said = ModelSaved(step=5, node=worker.node, incarnation=worker.incarnation, round=scene.newest_round("n2"))
+    with pytest.raises(Rejected, match="only the chief"):
+        scene.send("n2", said)
+    assert scene.job.state.cluster is not None
+    assert scene.job.state.cluster.progress == 0
 
 
 def _an_exchange_that_failed() -> CountedScene:

@@ -234,6 +234,17 @@ def suspended_jobs_stay_so(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(targets, "resume", lambda decision: None)
 
 
+def released_jobs_get_no_new_nodes(patch: pytest.MonkeyPatch) -> None:
+    """A resumed job lacks what it let go."""
+    original = targets.resume
+
+    def resume(decision: Any) -> None:
+        decision.state.fleet.is_released = False
+        original(decision)
+
+    patch.setattr(targets, "resume", resume)
+
+
 def servers_go_before_the_switch(patch: pytest.MonkeyPatch) -> None:
     original = targets.scale_servers
 
@@ -460,6 +471,7 @@ the search goes on from the first one.
         (exchanged_nodes_are_not_told, {"fleet"}),
         (suspended_jobs_launch, {"fleet"}),
         (suspended_jobs_stay_so, {"fleet", "I8"}),
+        (released_jobs_get_no_new_nodes, {"fleet", "I8"}),
         (servers_go_before_the_switch, {"servers"}),
         (servers_are_used_before_they_run, {"servers"}),
         (lost_variables_are_not_told_of, {"servers"}),

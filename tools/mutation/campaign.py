@@ -32,9 +32,10 @@ from tools.mutation.checks import (
     collected,
     is_transcript,
     judge,
+    lines_at_import,
     measure,
 )
-from tools.mutation.injection import Place, import_anew, living_functions, module_name, replace_function
+from tools.mutation.injection import Place, forget, import_anew, living_functions, module_name, replace_function
 from tools.mutation.mutants import Mutant
 from tools.mutation.report import Result
 
@@ -75,6 +76,8 @@ class Campaign:
         self._measured: list[Check] = []
         self._reached: dict[tuple[str, int], list[int]] = {}
         """Places in `_measured` by file and line."""
+        self._imported: dict[str, list[int]] = {}
+        """Lines that run when the modules of the folder are imported, by file."""
         self._living: dict[Place, list[FunctionType]] = {}
 
     def run(self, mutants: list[Mutant]) -> Iterator[Result]:
@@ -97,8 +100,17 @@ class Campaign:
             raise RuntimeError("The session of pytest failed.")
 
     def _run_all(self, checks: Checks, mutants: list[Mutant], writer: int) -> None:
-        for file in sorted(self._folder.rglob("*.py")) if self._folder.is_dir() else [self._folder]:
-            importlib.import_module(module_name(file.relative_to(self._root).as_posix()))  # even if no check does
+        files = sorted(self._folder.rglob("*.py")) if self._folder.is_dir() else [self._folder]
+        modules = [module_name(file.relative_to(self._root).as_posix()) for file in files]
+        for module in modules:
+            importlib.import_module(module)  # even if no check does
+
+        def import_again(pipe: int) -> None:
+            forget(self._packages)
+            os.write(pipe, msgspec.msgpack.encode(lines_at_import(modules, self._folder)))
+
+        ((_, told, _),) = _forked([import_again], 1, limit=None)
+        self._imported = msgspec.msgpack.decode(told, type=dict[str, list[int]])
         self._measure(checks)
         gc.collect()
         self._living = living_functions(self._root)
@@ -160,11 +172,7 @@ class Campaign:
     def _order(self, mutant: Mutant) -> list[Check]:
         """Transcripts and the tests of its room first. Of a mistake in a function only who comes there."""
         file = str(self._root / mutant.path)
-        if mutant.function:
-            places = {place for line in mutant.lines for place in self._reached.get((file, line), ())}
-            reached = [self._measured[place] for place in sorted(places)]
-        else:
-            reached = self._measured
+        reached = self._measured if self._is_imported(mutant) else self._who_reaches(mutant)
         room = f"tests/core/{mutant.path.split('/')[-2]}/"
 
         def nearness(check: Check) -> tuple[bool, bool, bool, float]:
@@ -173,6 +181,18 @@ class Campaign:
             return check.is_simulated, not is_recording and file not in check.lines, not is_near, check.seconds
 
         return affordable(sorted(reached, key=nearness))
+
+    def _who_reaches(self, mutant: Mutant) -> list[Check]:
+        file = str(self._root / mutant.path)
+        places = {place for line in mutant.lines for place in self._reached.get((file, line), ())}
+        return [self._measured[place] for place in sorted(places)]
+
+    def _is_imported(self, mutant: Mutant) -> bool:
+        """Whether it shows only when its module is executed: in a body, or in a function that only a body calls."""
+        if not mutant.function:
+            return True
+        at_import = self._imported.get(str(self._root / mutant.path), ())
+        return any(line in at_import for line in mutant.lines) and not self._who_reaches(mutant)
 
     def _try(self, checks: Checks, mutant: Mutant, pipe: int) -> None:
         def tell(catch: Catch | None) -> None:
@@ -186,7 +206,7 @@ class Campaign:
             tell(catch)
 
         order = self._order(mutant)
-        if mutant.function:
+        if not self._is_imported(mutant):
             replace_function(mutant, self._root, self._living)
             judge(checks, order, hear)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import io
 import os
 import resource
@@ -187,9 +188,7 @@ def measure(checks: Checks, wanted: list[Check], folder: Path) -> Iterator[Check
             spawned.append(event)
 
     sys.addaudithook(watch)
-    cover = coverage.Coverage(
-        data_file=None, include=[f"{folder}/*" if folder.is_dir() else str(folder)], config_file=False
-    )
+    cover = _coverage(folder)
     cover.start()
     for check in wanted:
         cover.switch_context(check.name)
@@ -210,6 +209,22 @@ def measure(checks: Checks, wanted: list[Check], folder: Path) -> Iterator[Check
                 if name in by_name:
                     by_name[name].lines.setdefault(file, []).append(line)
     yield from wanted
+
+
+def lines_at_import(modules: list[str], folder: Path) -> dict[str, list[int]]:
+    """Which lines of the folder run when these modules are imported, by file. They must not be loaded yet."""
+    cover = _coverage(folder)
+    cover.start()
+    for module in modules:
+        importlib.import_module(module)
+    cover.stop()
+    data = cover.get_data()
+    return {file: sorted(data.lines(file) or ()) for file in data.measured_files()}
+
+
+def _coverage(folder: Path) -> coverage.Coverage:
+    include = [f"{folder}/*" if folder.is_dir() else str(folder)]
+    return coverage.Coverage(data_file=None, include=include, config_file=False)
 
 
 def affordable(order: list[Check]) -> list[Check]:

@@ -2,7 +2,8 @@
 Puts a mutant into a process that has the real module loaded already.
 
 A mistake in a function replaces the code of the living function: whoever imported it has the mutant. A mistake in the body
-of a module or of a class is in effect only when the module is executed, so everything of ours is imported again.
+of a module or of a class, or in a function that only such a body calls, is in effect only when the module is executed, so
+everything of ours is imported again.
 """
 
 from __future__ import annotations
@@ -55,9 +56,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def import_anew(mutant: Mutant, root: Path, packages: tuple[str, ...]) -> None:
     """Forgets all modules of these packages; the next import of the mutant's module finds the mutant."""
+    forget(packages)
+    sys.meta_path.insert(0, _MutantFinder(mutant, root))
+
+
+def forget(packages: tuple[str, ...]) -> None:
+    """The next import of a module of these packages executes it again."""
     for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _MutantFinder(mutant, root))
 
 
 class _MutantFinder(MetaPathFinder):

@@ -145,6 +145,7 @@ class WorkerWatch:
             return {}
         return {
             **self._workers[local_rank].environment(),
+            "DLROVER_NODE_PAGES": ",".join(worker.page.path for worker in self._workers),
             "DLROVER_DUMP_SIGNAL": str(self._config.dump_signal),
             "DLROVER_PROGRESS_HOOKS": "1" if self._config.has_hooks else "0",
             "DLROVER_CANARY_EVERY": str(self._config.canary_every),

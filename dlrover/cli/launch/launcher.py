@@ -35,12 +35,14 @@ from dlrover.cli.launch.runtime_dir import (
     snapshot_root,
     user_root,
 )
+from dlrover.cli.options.scaling_settings import from_environment
 from dlrover.cli.options.settings import Settings
 from dlrover.host.bystander_processes import BystanderProcesses
 from dlrover.protocol.addresses import Address
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.protocol.messages.fleet import Strategy
 from dlrover.protocol.messages.job import JobEnd
+from dlrover.protocol.messages.scaling import ScaleTerms, Tuner
 
 if TYPE_CHECKING:
     from dlrover.cli.launch.master_probe import MasterProbe
@@ -262,6 +264,7 @@ class Launcher:
             framework="tensorflow" if self._settings.terms.strategy is Strategy.PS else "torch",
             log=self._settings.log,
             watch=self._settings.watch,
+            is_tuned=self._settings.tuner is not Tuner.OFF,
             tls=self._settings.tls,
             signals=self._settings.signals,
             shutdown_timeout=self._settings.shutdown_timeout,
@@ -392,6 +395,13 @@ class Launcher:
 
         self._probe = MasterProbe(self._place.address, self._inbox, timeout=self._patience.find_master)
 
+    def _scaling(self) -> ScaleTerms | None:
+        """No platform gives this job its nodes: all there is to change is what its workers do with theirs."""
+        if self._settings.tuner is Tuner.OFF:
+            return None
+        terms, _ = from_environment(self._environ)
+        return msgspec.structs.replace(terms, tuner=self._settings.tuner)
+
     def _start_master(self) -> None:
         from dlrover.master.config import MasterConfig
 
@@ -417,6 +427,7 @@ class Launcher:
             topology_sorter=self._settings.topology_sorter,
             event_reporters=self._settings.environment.event_reporters,
             reports=self._reports,
+            scaling=self._scaling(),
             **msgspec.structs.asdict(self._settings.watching),
             parent_death=True,
             parent_pid=os.getpid(),

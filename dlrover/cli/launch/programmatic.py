@@ -196,7 +196,6 @@ def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: E
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     # Field: values that ask for nothing.
     "training_port": (60000, 64000),
-    "auto_tunning": (False,),
     "numa_affinity": (False,),
     "ucp_device_type": ("cpu",),
     "numa_options": (None,),
@@ -227,7 +226,7 @@ def _parsed(config: ElasticLaunchConfig, failover_extension: str) -> Parsed:
         "tee": _stream_text(tee),
         "local_ranks_filter": ",".join(str(rank) for rank in sorted(_ranks_to_show(config))),
         "precheck": str(int(ask("precheck"))),
-        **{name: bool(ask(name)) for name in (*check, "save_at_breakpoint", "auto_config")},
+        **{name: bool(ask(name)) for name in (*check, "save_at_breakpoint", "auto_config", "auto_tunning")},
         "accelerator": ask("accelerator") or _OPTION_DEFAULTS["accelerator"],
         "node_unit": int(ask("rdzv_configs").get("node_unit", ask("node_unit"))),
         "dynamic_failover_extension": failover_extension,

@@ -56,6 +56,7 @@ from dlrover.cli.launch.runtime_dir import (
 from dlrover.cli.local.display import Display
 from dlrover.cli.options.environment import read_environment
 from dlrover.cli.options.parser import parse
+from dlrover.cli.options.scaling_settings import add_scaling_options, scaling_of
 from dlrover.cli.options.settings import Settings, probe_directory, read_settings
 from dlrover.host.bystander_processes import BystanderProcesses
 from dlrover.host.console import PATIENCE
@@ -70,6 +71,7 @@ from dlrover.protocol.addresses import LOOPBACK, Address
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages.job import JobEnd
+from dlrover.protocol.messages.scaling import ScaleTerms
 
 NODE_FAREWELL = 5.0
 """Seconds that nodes have for leaving by themselves when the master has said that the job is over."""
@@ -98,6 +100,9 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     job_name: str
     """Empty: it is called after the script."""
     log_dir: str
+    max_local_nodes: int = 0
+    """That may run at a time; 0: as many as the job is meant to have."""
+    scaling: ScaleTerms = ScaleTerms()
     settings: Settings
     """Of one node, as its `dlrover-run` will read them."""
     node_argv: tuple[str, ...]
@@ -134,7 +139,7 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPl
     if not command:
         raise ConfigError("Name the training script: dlrover local --nodes 2 -- train.py")
     min_nodes, max_nodes = read_nodes(options.nodes)
-    for name in ("standby", "max_relaunches", "memory", "ps", "chief", "evaluator"):
+    for name in ("standby", "max_relaunches", "memory", "ps", "chief", "evaluator", "max_local_nodes"):
         if getattr(options, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give 0 or more.")
     _check_cluster(options, command)
@@ -142,8 +147,11 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPl
         command = [f"--nproc-per-node={options.nproc_per_node}", *command]
     check_command(command, "dlrover local")
     strategy = ("--strategy=ps",) if options.ps else ()
-    node_argv = (f"--nnodes={min_nodes}:{max_nodes}", f"--standby={options.standby}", *strategy, *command)
+    tuner = (f"--tuner={options.tuner}",) if options.tuner else ()
+    node_argv = (f"--nnodes={min_nodes}:{max_nodes}", f"--standby={options.standby}", *strategy, *tuner, *command)
     _, settings = read_settings(node_argv, passed_on(environ))
+    scaling = scaling_of(options, environ, tuner=settings.tuner, bounds=(min_nodes, max_nodes))
+    settings = replace(settings, notes=(*settings.notes, *scaling.notes))
     if is_piped(settings.entry):
         raise ConfigError(
             f"The training script {settings.entry.name} can be read only once, and each node needs it. Write it to a file."
@@ -161,6 +169,8 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPl
         netns=options.netns,
         job_name=options.job_name or settings.environment.job_name,
         log_dir=os.path.abspath(options.log_dir) if options.log_dir else "",
+        max_local_nodes=options.max_local_nodes,
+        scaling=scaling.terms,
         settings=settings,
         node_argv=node_argv,
     )
@@ -264,6 +274,8 @@ class LocalJob:
             ),
             environ=self._node_environ(),
             log_dir=plan.log_dir,
+            capacity=plan.max_local_nodes,
+            room=sum(spec.count for spec in plan.fleet.replicas.values()) + plan.standby,
             grace=plan.settings.shutdown_timeout + STOP_MARGIN,
         )
         self._networks = networks
@@ -403,6 +415,7 @@ class LocalJob:
             },
             job_uid=self._job_uid,
             fleet=self._plan.fleet,
+            scaling=self._plan.scaling,
             pre_check_ops=self._plan.settings.pre_check_ops,
             topology_querier=self._plan.settings.topology_querier,
             topology_sorter=self._plan.settings.topology_sorter,
@@ -525,6 +538,14 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="give each node its own network namespace and address (auto: if we are root and it is possible)",
     )
+    add(
+        "--max-local-nodes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most nodes at a time; `dlrover scale --room N` changes it (as many as the job may have)",
+    )
+    add_scaling_options(add)
     add("--job-name", default="", metavar="NAME", help="for `dlrover status NAME` and others")
     add("--log-dir", default="", metavar="DIR", help="keep the output of the nodes and the master's log there")
     return parser

@@ -20,6 +20,7 @@ from msgspec import Struct
 from dlrover.agent.config import Entry, EntryKind, Streams, TlsConfig, WatchConfig, WorkerLogConfig
 from dlrover.cli.options.environment import Environment, read_environment
 from dlrover.cli.options.parser import Parsed, ValueOrigin, nearest, parse, unavailable
+from dlrover.cli.options.scaling_settings import read_tuner
 from dlrover.cli.options.view_settings import Watching
 from dlrover.cli.options.watch_settings import watch_config
 from dlrover.host.ownership import make_directory
@@ -28,6 +29,7 @@ from dlrover.protocol.messages.check import CheckTerms
 from dlrover.protocol.messages.fleet import Strategy
 from dlrover.protocol.messages.job import Detection, JobTerms, Limits, RestartPolicy
 from dlrover.protocol.messages.peers import LARGEST_GROUP, MOST_COPIES
+from dlrover.protocol.messages.scaling import Tuner
 from dlrover.protocol.messages.watch import HangStrategy, WatchTerms
 
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
@@ -69,6 +71,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     journal: str = ""
     job_token_file: str = ""
     watching: Watching = Watching()
+    tuner: Tuner = Tuner.OFF
+    """`--auto-tuning`, `--tuner`."""
 
     is_standalone: bool = False
     rdzv_endpoint: str = ""
@@ -135,6 +139,7 @@ def build_settings(parsed: Parsed, environment: Environment, *, entry: Entry | N
         local_world_size=parse_nproc("auto" if is_automatic else parsed.text("nproc_per_node")),
         node_rank=_node_rank(parsed, environment, limits, notes),
         role=parsed.text("role"),
+        tuner=_tuner(parsed),
         interpreter=environment.interpreter,
         is_warm=not parsed.flag("no_warm"),
         preload=_preload(parsed.text("preload")),
@@ -558,6 +563,12 @@ def check_operators(text: str) -> str:
 
     parse_operators(text)
     return text
+
+
+def _tuner(parsed: Parsed) -> Tuner:
+    if parsed.text("tuner"):
+        return read_tuner(parsed.text("tuner"))
+    return Tuner.MEMORY if parsed.flag("auto_tunning") else Tuner.OFF
 
 
 def parse_nproc(text: str) -> int | str:

@@ -55,6 +55,7 @@ from dlrover.protocol.messages.job import (
     Wait,
     Wish,
 )
+from dlrover.protocol.messages.scaling import PlanOffered, RoomSeen, RunMeasured, ScaleTo, SetScaling
 
 _LONGEST = 200
 """Characters of a command that is printed field by field."""
@@ -268,10 +269,32 @@ def in_words(command: Command) -> str:
             return f"nothing heard of {_node(command)} since {clock_time(command.last_seen_at)}"
         case DeadlinePassed():
             return f"deadline {command.kind.value} of {command.id} passed"
+        case RunMeasured():
+            return _run_in_words(command)
+        case RoomSeen():
+            most = "an unknown number of" if command.most is None else command.most
+            return f"the platform has room for {most} nodes of type {command.node_type.value}{_quoted(command.reason)}"
+        case SetScaling():
+            return f"somebody sets scaling to {command.mode.value}"
+        case ScaleTo():
+            return f"somebody wants {command.nodes} nodes{_quoted(command.reason)}"
+        case PlanOffered():
+            return f"{command.source} offers a plan{_quoted(command.sentence)}"
         case StopJob():
             return f"somebody stops the job{_quoted(command.message)}"
         case _:
             return _plainly(command)
+
+
+def _run_in_words(run: RunMeasured) -> str:
+    groups = ", ".join(f"{group.count} {group.node_type.value}" for group in run.configuration.groups)
+    state = "is over" if run.is_over else "goes on"
+    records = f", {run.records_per_second:.4g} records/s" if run.records_per_second else ""
+    disturbed = ", disturbed" if run.is_disturbed else ""
+    return (
+        f"run {run.number} with {groups} {state}: {run.steps} steps of {run.step_time:.4g} s in {run.seconds:.0f} s"
+        f"{records}{disturbed}"
+    )
 
 
 def effect_in_words(effect: Effect, job: Job) -> str:

@@ -56,7 +56,7 @@ def show(status: JobStatus, console: Console) -> None:
     for failure in status.distinct_failures:
         where = f"first on node rank {failure.node_rank} ({failure.host})"
         say(f"failed {failure.count} times, {where}: {failure.kind}: {failure.message}")
-    for line in [*dataset_lines(status), *checkpoint_lines(status)]:
+    for line in [*cluster_lines(status), *dataset_lines(status), *checkpoint_lines(status)]:
         say(line)
     if status.end is not None:
         say(f"end: {status.end.reason}: {status.end.message}")
@@ -71,6 +71,21 @@ def pre_check_lines(check: PreCheckStatus) -> list[str]:
         said = f": {each.message}" if each.message else ""
         lines.append(f"pre-check {each.name}: {each.state.value} after {each.num_tries} tries{said}")
     return lines
+
+
+def cluster_lines(status: JobStatus) -> list[str]:
+    """Of a parameter-server job: how far its newest version is."""
+    view = status.cluster
+    if view is None:
+        return []
+    words = [f"version {view.version}", view.phase.value]
+    if view.servers:
+        words.append(f"{len(view.servers)} parameter servers")
+    if view.restored_step is not None:
+        words.append("began with a fresh model" if view.restored_step < 0 else f"began with step {view.restored_step}")
+    if view.saved_step >= 0:
+        words.append(f"step {view.saved_step} is saved")
+    return [f"cluster: {', '.join(words)}"]
 
 
 def dataset_lines(status: JobStatus) -> list[str]:

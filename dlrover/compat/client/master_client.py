@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlrover.compat.client import comm
 from dlrover.compat.client.agreement import agree_on_port, agree_on_step
+from dlrover.compat.client.paral_config_tuner import ParalConfigTuner
 from dlrover.compat.client.tasks import TaskBook
 from dlrover.compat.launch import environment as node_environment
 from dlrover.compat.names.constants import (
@@ -56,6 +57,7 @@ from dlrover.protocol.messages.job import (
 from dlrover.protocol.messages.job import NodeStatus as NodeView
 from dlrover.protocol.messages.kv import KvAdd, KvGet, KvNumber, KvSet, KvValues
 from dlrover.protocol.messages.requests import RestartWorkers
+from dlrover.protocol.messages.scaling import JobFacts
 from dlrover.protocol.messages.sync import BarrierOpen, JoinSync, NotifyBarrier, SyncFinished, SyncJoined, SyncState
 from dlrover.protocol.messages.watch import MAX_SAMPLE_TEXT, NodeEvent, SampleTaken
 from dlrover.trainer import environment, phases, progress
@@ -437,7 +439,19 @@ class MasterClient:
             log.warning("%s has no effect: a script may send JobRestartAction or JobAbortionAction.", kind)
 
     def report_model_info(self, model_info: comm.ModelInfo) -> None:
-        self._say_once("report_model_info", "Facts about the model belong to scaling, which is not available yet.")
+        """Kept with the job; the page and `dlrover scale --why --json` show it, scaling reads it."""
+        tensors, ops = model_info.tensor_stats, model_info.op_stats
+        self._ask(
+            JobFacts(
+                variable_count=int(tensors.variable_count),
+                total_variable_size=int(tensors.total_variable_size),
+                max_variable_size=int(tensors.max_variable_size),
+                op_count=int(ops.op_count),
+                update_op_count=int(ops.update_op_count),
+                read_op_count=int(ops.read_op_count),
+                flops=int(ops.flops),
+            )
+        )
 
     def report_model_metric(self, tensor_stats: comm.TensorStats, op_stats: comm.OpStats) -> None:
         self.report_model_info(comm.ModelInfo(tensor_stats, op_stats))
@@ -445,11 +459,12 @@ class MasterClient:
     # Settings that the platform tunes.
 
     def report_paral_config(self, config: comm.ParallelConfig) -> None:
-        self._say_once("report_paral_config", "Tuned settings belong to scaling, which is not available yet.")
+        """Into the parallel-config file of this node, from which the trainers read it."""
+        ParalConfigTuner.singleton_instance().write_paral_config(config)
 
     def get_paral_config(self) -> comm.ParallelConfig:
-        """All zero: no suggestion."""
-        return comm.ParallelConfig()
+        """What the file of this node says; all zero: no suggestion."""
+        return ParalConfigTuner.singleton_instance().read_paral_config() or comm.ParallelConfig()
 
     def need_to_restart_training(self) -> bool:
         """False: the agent restarts its workers by itself."""

@@ -29,7 +29,7 @@ from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.check import MAX_CHECK_MESSAGE, ExitClass, ReportCheck
 from dlrover.protocol.messages.identity import micros
-from dlrover.protocol.messages.job import DeadlineKind, Done, JoinRendezvous, Limits, Micros, NodeRank, Reply, WorldSpec
+from dlrover.protocol.messages.job import DeadlineKind, Done, JoinRendezvous, Micros, NodeRank, Reply, WorldSpec
 
 GRACE = 30.0
 """Seconds that a node has for its report beyond the task's own timeout; and beyond the failure of a partner, after which
@@ -113,7 +113,7 @@ def begins_at(state: JobState) -> Micros | None:
         return Micros(check.call_began_at + (0 if has_all else micros(GRACE)))
     if not any(map(state.nodes.is_connected, check.joined)):
         return None
-    limits, num_nodes = terms.limits, rdzv.num_unfinished
+    limits, num_nodes = state.limits, rdzv.num_unfinished
     if not rdzv.is_active and limits.num_usable(num_nodes) < limits.min_nodes:
         return None  # nothing can start without more nodes, and together they test each other
     if len(check.joined) < len(check.needed):
@@ -285,7 +285,7 @@ def _enlist_idle(decision: Decision) -> bool:
     A newcomer that is checked alone would have its computation tested, but none of its links.
     """
     state, check, rdzv = decision.state, decision.state.check, decision.state.rendezvous
-    limits = state.terms.limits if state.terms is not None else Limits()
+    limits = state.limits
     if check.perf or rdzv.opening is None or not rdzv.waiting:
         return False
     if limits.num_usable(len(rdzv.waiting)) >= limits.min_nodes:

@@ -82,7 +82,7 @@ def _give_up_unproven(decision: Decision, nodes: list[Node], verdict: CheckVerdi
     state = decision.state
     if not nodes or state.terms is None:
         return
-    limits = state.terms.limits
+    limits = state.limits
     if state.fleet is None and limits.num_usable(state.rendezvous.num_unfinished - len(nodes)) < limits.min_nodes:
         _end_job(decision, f"{verdict.sentence} It was the second attempt, and without them there are too few nodes")
         return

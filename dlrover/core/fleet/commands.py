@@ -47,9 +47,10 @@ from dlrover.protocol.messages.fleet import (
     VersionType,
     exit_reason_told,
 )
-from dlrover.protocol.messages.job import Done, NodeId, PlatformId, Reply, Stage
+from dlrover.protocol.messages.job import Done, NodeId, PlatformId, Reply
 from dlrover.protocol.messages.job_limits import excess_as_defined
 from dlrover.protocol.messages.requests import MAX_REASON, RelaunchNode
+from dlrover.protocol.messages.scaling import ScaleMode
 
 T = TypeVar("T", FleetSpec, Resource)
 
@@ -108,6 +109,14 @@ def _with_chief(spec: FleetSpec) -> dict[NodeType, ReplicaSpec]:
     return kinds
 
 
+def _first_count(decision: Decision, spec: FleetSpec, replica: ReplicaSpec) -> int:
+    """A world that finds its own size begins small."""
+    scaling = decision.state.scaling
+    start = scaling.terms.nodes_start
+    is_own = scaling.mode is ScaleMode.ON and NodeType.WORKER in scaling.terms.types
+    return min(replica.count, start) if is_own and start and spec.strategy is Strategy.ALLREDUCE else replica.count
+
+
 def _with_count(spec: ReplicaSpec, count: int) -> ReplicaSpec:
     return ReplicaSpec(
         count=count,
@@ -120,7 +129,8 @@ def _with_count(spec: ReplicaSpec, count: int) -> ReplicaSpec:
 
 def _replicas_of(decision: Decision, spec: FleetSpec, node_type: NodeType, replica: ReplicaSpec) -> Replicas:
     num_standby = spec.standby if node_type is NodeType.WORKER and spec.strategy is Strategy.ALLREDUCE else 0
-    replicas = Replicas(spec=replica, target=replica.count + num_standby)
+    count = _first_count(decision, spec, replica) if node_type is NodeType.WORKER else replica.count
+    replicas = Replicas(spec=replica, target=count + num_standby)
     budget = min(replica.max_relaunches, relaunch.MAX_BUDGET)
     if node_type is NodeType.WORKER:
         critical = relaunch.critical_ranks(replica.critical, replica.count, budget, spec.strategy)
@@ -238,6 +248,7 @@ def _scale_replicas(command: ScaleReplicas, decision: Decision) -> Reply:
         targets.scale_servers(decision, command.count)
     else:
         targets.scale_workers(decision, command.node_type, command.count)
+    decision.announce(decision.on.person_decided)
     decision.is_unsettled = True
     return Done()
 
@@ -264,6 +275,7 @@ def _migrate(command: MigrateNode, decision: Decision) -> Reply:
     _check_limits(job_limits.excess_if_resized(fleet, node, resource), ErrorCode.BAD_MIGRATION)
     targets.migrate(decision, node, resource)
     decision.announce(decision.on.node_exchanged, node.label)
+    decision.announce(decision.on.person_decided)
     decision.is_unsettled = True
     return Done()
 
@@ -282,11 +294,26 @@ def _check_limits(excess: str, code: ErrorCode) -> None:
 
 
 def _suspend(command: SuspendJob, decision: Decision) -> Reply:
-    _running_fleet(decision.state)
-    if decision.state.stage is Stage.SUSPENDED:
+    fleet = _running_fleet(decision.state)
+    if fleet.is_suspended and (fleet.is_released or not command.is_releasing):
         raise Rejected("The job is suspended already.", code=ErrorCode.BAD_STAGE)
+    if command.is_releasing and (fleet.spec.strategy is not Strategy.ALLREDUCE or NodeType.PS in fleet.replicas):
+        raise Rejected(
+            "Only a job whose workers form one world, without parameter servers, can release its nodes. Suspend it without "
+            "that, or stop it.",
+            code=ErrorCode.BAD_STAGE,
+        )
+    if command.is_releasing and (fleet.workers.finished or decision.state.rendezvous.finished):
+        raise Rejected(
+            "Some workers have finished, and the others are about to: this job cannot go on later with other nodes.",
+            code=ErrorCode.BAD_STAGE,
+        )
 
-    targets.suspend(decision, command.reason[:MAX_REASON])
+    reason = command.reason[:MAX_REASON]
+    if not fleet.is_suspended:
+        targets.suspend(decision, reason)
+    if command.is_releasing:
+        targets.release_all(decision, reason)
     decision.is_unsettled = True
     return Done()
 

@@ -138,6 +138,8 @@ def describe(state: JobState) -> str:
     fleet = state.fleet
     if fleet is None or state.terms is None or fleet.spec.strategy is not Strategy.ALLREDUCE:
         return ""
+    if fleet.is_released:
+        return "The job is suspended and has released its nodes. It goes on from its checkpoint when it is resumed."
     workers, min_nodes = fleet.workers, state.terms.limits.min_nodes
     num_running = num_there(state, fleet)
     if num_running >= min_nodes:

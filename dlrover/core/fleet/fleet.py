@@ -61,6 +61,8 @@ class Fleet(Struct, kw_only=True):
     """Old node to the one that shall take its place as soon as it can."""
     suspended_from: Stage | None = None
     """The stage to return to; None: not suspended."""
+    is_released: bool = False
+    """The suspension lets the running nodes go, too."""
     num_restarts: int = 0
     """Of the whole job, on request."""
     next_group: int = FIRST_NEW_GROUP

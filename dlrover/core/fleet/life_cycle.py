@@ -84,6 +84,9 @@ def end_node(
     if node.is_finished:
         _release_ended(decision, node)
         return
+    is_of_world = node.node_type is NodeType.WORKER and fleet.spec.strategy is Strategy.ALLREDUCE
+    if exit_reason is NodeExit.OOM and is_of_world and decision.state.end is None:
+        decision.announce(decision.on.memory_ran_out)  # all workers may get other nodes, this one among them
     heir = fleet.holder(node.node_type, node.rank)
     if heir is not None:
         node.exit_reason = NodeExit.RELAUNCHED if exit_reason is NodeExit.KILLED else exit_reason

@@ -109,6 +109,9 @@ def hear_refusal(decision: Decision, node_id: PlatformId, reason: str) -> None:
     if node is None or not node.is_pending:
         return
     node.refused_at = decision.now
+    decision.announce(decision.on.launch_refused, node.id, reason[:MAX_MESSAGE])
+    if not node.is_pending:
+        return
     if node.message != reason[:MAX_MESSAGE]:
         node.message = reason[:MAX_MESSAGE]
         decision.say(f"The platform does not launch {node.label} now: {node.message}")

@@ -103,7 +103,7 @@ def _end_if_over(decision: Decision, fleet: Fleet) -> None:
     stop = early_stop.judge(state, decision.now)
     if stop is not None:
         life_cycle.wants_end(decision, *stop)
-    if decision.ending is None and _have_exited(fleet, _WORKERS):
+    if decision.ending is None and not fleet.is_released and _have_exited(fleet, _WORKERS):
         if any(fleet.replicas[kind].finished for kind in _WORKERS if kind in fleet.replicas):
             life_cycle.wants_end(decision, ExitReason.COMPLETED, "The nodes of all workers have ended.")
         else:
@@ -158,8 +158,10 @@ def note_awaited(state: JobState) -> None:
     rdzv, fleet, terms = state.rendezvous, state.fleet, state.terms
     if fleet is None or terms is None:
         return
-    limits, num_pending = terms.limits, len(fleet.workers.pending)
+    limits, num_pending = state.limits, len(fleet.workers.pending)
     rdzv.num_pending_launches = num_pending if early_stop.num_there(state, fleet) < limits.min_nodes else 0
     num_met = limits.num_usable(len(rdzv.waiting) + rdzv.num_coming)
     is_asked_for = bool(rdzv.finished) and rdzv.opening is not None and num_met < limits.min_nodes
     rdzv.num_unattached = len(fleet.coming_ranks()) if is_asked_for else 0
+    is_growing = state.scaling.target is not None and rdzv.is_active and bool(rdzv.waiting)
+    rdzv.num_growing = len(fleet.coming_ranks()) + len(rdzv.expected) if is_growing else 0

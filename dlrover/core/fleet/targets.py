@@ -7,13 +7,17 @@ by the platform; until it is there the job goes on with what it has.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from dlrover.core.decision import Decision
 from dlrover.core.fleet import early_stop, life_cycle, parameter_servers, relaunch
 from dlrover.core.fleet.fleet import Fleet, group_of
 from dlrover.core.fleet.replicas import FleetNode, Replicas
+from dlrover.core.happenings import PlanMade, TargetMoved
 from dlrover.protocol.messages.fleet import NodePhase, NodeType, Resource, Strategy
 from dlrover.protocol.messages.identity import MICROS_PER_SECOND
 from dlrover.protocol.messages.job import ExitReason, PlatformId, Stage
+from dlrover.protocol.messages.scaling import PlannedGroup, PlannedNode
 
 
 def on_job_scaled(decision: Decision, max_nodes: int) -> None:
@@ -22,6 +26,43 @@ def on_job_scaled(decision: Decision, max_nodes: int) -> None:
     if fleet.spec.strategy is not Strategy.ALLREDUCE:
         return
     scale_workers(decision, NodeType.WORKER, max_nodes + fleet.spec.standby)
+
+
+def on_target_moved(decision: Decision, moved: TargetMoved) -> None:
+    """So many workers and the standbys shall be there."""
+    on_job_scaled(decision, moved.target)
+
+
+def on_plan_made(decision: Decision, made: PlanMade) -> None:
+    """Other numbers and sizes of nodes, as if a person had asked for each. Whoever is not there any more is left out."""
+    fleet = life_cycle.fleet_of(decision)
+    for group in made.plan.groups:
+        replicas = fleet.replicas.get(group.node_type)
+        if replicas is None:
+            continue
+        replicas.spec = replace(replicas.spec, resource=_sized(replicas.spec.resource, group))
+        if group.count is not None and group.node_type is NodeType.PS:
+            scale_servers(decision, group.count)
+        elif group.count is not None:
+            scale_workers(decision, group.node_type, group.count)
+    for planned in made.plan.nodes:
+        node = fleet.nodes.get(planned.platform_node)
+        if node is not None and _may_be_exchanged(fleet, node):
+            migrate(decision, node, _sized(node.resource, planned))
+            decision.announce(decision.on.node_exchanged, node.label)
+
+
+def _may_be_exchanged(fleet: Fleet, node: FleetNode) -> bool:
+    """Critical nodes are not, except servers, which hand over what they hold."""
+    is_moving = node.id in fleet.migrations or node.id in fleet.migrations.values() or node.id in fleet.servers.dropped
+    is_bound = node.is_critical and node.node_type is not NodeType.PS
+    return node.is_live and node.phase is NodePhase.RUNNING and not node.is_finished and not is_moving and not is_bound
+
+
+def _sized(resource: Resource, planned: PlannedGroup | PlannedNode) -> Resource:
+    cpu = resource.cpu if planned.cpu is None else planned.cpu
+    memory_mb = resource.memory_mb if planned.memory_mb is None else planned.memory_mb
+    return replace(resource, cpu=cpu, memory_mb=memory_mb)
 
 
 def scale_workers(decision: Decision, node_type: NodeType, count: int) -> None:
@@ -135,7 +176,7 @@ def switch_servers(decision: Decision) -> None:
 
 def restart_job(decision: Decision, reason: str) -> None:
     """Every worker gets a new node, in one step: there is no time in between in which anybody could be lost."""
-    state, fleet = decision.state, life_cycle.fleet_of(decision)
+    fleet = life_cycle.fleet_of(decision)
     fleet.num_restarts += 1
     if fleet.num_restarts > fleet.spec.max_job_restarts:
         asked = f" It was asked for once more: {reason.rstrip('.')}." if reason else ""
@@ -145,6 +186,21 @@ def restart_job(decision: Decision, reason: str) -> None:
     because = f": {reason.rstrip('.')}" if reason else ""
     why = f"the job restarts ({fleet.num_restarts} of at most {fleet.spec.max_job_restarts}){because}"
     decision.say(f"{life_cycle.capitalised(why)}.")
+    _replace_workers(decision, why)
+
+
+def on_workers_grown(decision: Decision, memory_mb: int) -> None:
+    """All workers get new nodes with so much memory, at no cost of their budgets."""
+    workers = life_cycle.fleet_of(decision).workers
+    former = workers.spec.resource.memory_mb
+    workers.spec = replace(workers.spec, resource=replace(workers.spec.resource, memory_mb=memory_mb))
+    why = f"a worker ran out of memory, so all of them start again with {memory_mb} MiB instead of {former} MiB"
+    decision.say(f"{life_cycle.capitalised(why)}.")
+    _replace_workers(decision, why)
+
+
+def _replace_workers(decision: Decision, why: str) -> None:
+    state, fleet = decision.state, life_cycle.fleet_of(decision)
     stage, state.stage = state.stage, Stage.RESTARTING
     workers = fleet.workers
     former = [node for node in fleet.nodes.values() if node.node_type is NodeType.WORKER and not node.is_released]
@@ -166,10 +222,31 @@ def suspend(decision: Decision, reason: str) -> None:
     decision.say(f"The job is suspended and launches no node any more{because}.")
 
 
+def release_all(decision: Decision, reason: str) -> None:
+    """Every node saves and leaves, without any blame. Where no agent can be asked, the platform ends it."""
+    fleet = life_cycle.fleet_of(decision)
+    fleet.is_released = True
+    because = f": {reason.rstrip('.')}" if reason else ""
+    why = f"the job is suspended{because}"
+    decision.say(f"All nodes save and leave, because {why}.")
+    live = [node for kind in fleet.replicas for node in fleet.live_nodes(kind)]
+    for node in sorted(live, key=lambda node: -node.id):  # whoever was to take the place of another one goes first
+        if node.agent is None:
+            life_cycle.let_go(decision, node, why)
+        else:
+            fleet.release(node, decision.now)  # it is removed when its agent has left
+    decision.announce(decision.on.job_pauses, why)
+
+
 def resume(decision: Decision) -> None:
     state, fleet = decision.state, life_cycle.fleet_of(decision)
     assert fleet.suspended_from is not None, "the job was not suspended"
     state.stage, fleet.suspended_from = fleet.suspended_from, None
+    if fleet.is_released:
+        fleet.is_released = False
+        for node_type, replicas in fleet.replicas.items():
+            for rank in replicas.lacking():
+                want_new(fleet, node_type, rank)
     for node in [fleet.nodes[id_] for replicas in fleet.replicas.values() for id_ in replicas.pending]:
         node.asked_at = None if node.asked_at is None else decision.now  # nobody could do anything about it meanwhile
     decision.say("The job is resumed.")

@@ -43,8 +43,8 @@ def on_round_opened(decision: Decision, opened: RoundOpened) -> None:
 def on_round_completed(decision: Decision) -> None:
     state = decision.state
     steps = [node.step for node in state.nodes.live.values()]
-    world, terms = state.rendezvous.world, state.terms
-    is_full = world is not None and terms is not None and len(world.members) >= terms.limits.max_nodes
+    world = state.rendezvous.world
+    is_full = world is not None and len(world.members) >= state.limits.max_nodes
     state.goodput.round_began(decision.now, steps, is_full=is_full)
 
 

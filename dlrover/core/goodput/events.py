@@ -32,9 +32,15 @@ from dlrover.protocol.messages.job import (
     StopJob,
 )
 from dlrover.protocol.messages.precheck import PreCheckNoted, PreCheckStage
+from dlrover.protocol.messages.scaling import RoomSeen, ScaleOutcome, SetScaling
 from dlrover.protocol.messages.watch import MAX_TEXT, HangFound, NodeEvent
 
 INFO, WARN, ERROR = "info", "warn", "error"
+_SCALED = {
+    ScaleOutcome.PLANNED: "scale-planned",
+    ScaleOutcome.DRY: "scale-dry-run",
+    ScaleOutcome.TAKEN_BACK: "scale-taken-back",
+}
 MAX_FAILURES = 8
 """Of one report that become events; the others are counted."""
 _MAX_NAME = 64
@@ -50,10 +56,12 @@ class EventTeller:
 
     def __init__(self, state: JobState) -> None:
         self._round: Round = state.rendezvous.round
+        self._num_decisions = state.scaling.num_decisions
 
     def tell(self, command: Command, outcome: Outcome, state: JobState, now: Micros) -> Iterator[JobEvent]:
         """What happened, oldest first."""
         yield from _of_command(command, outcome, state, now)
+        yield from self._of_scaling(state, now)
         round_ = state.rendezvous.round
         about_round = ""
         if round_ != self._round:
@@ -78,6 +86,15 @@ class EventTeller:
                     yield event(now, INFO, "node-launched", f"{effect.name} as {effect.node_type.value} {effect.rank}.")
                 case RemoveNode():
                     yield event(now, INFO, "node-removed", f"{effect.name}: {effect.reason}.")
+
+    def _of_scaling(self, state: JobState, now: Micros) -> Iterator[JobEvent]:
+        """Each change of size and each taking back, with the sentence of its decision."""
+        scaling = state.scaling
+        for decision in scaling.decisions:
+            if decision.number > self._num_decisions and decision.outcome in _SCALED:
+                labels = {"from": str(decision.nodes_before), "to": str(decision.nodes_after)}
+                yield event(now, INFO, _SCALED[decision.outcome], decision.sentence, labels=labels)
+        self._num_decisions = scaling.num_decisions
 
 
 def _of_command(command: Command, outcome: Outcome, state: JobState, now: Micros) -> Iterator[JobEvent]:
@@ -129,6 +146,12 @@ def _of_command(command: Command, outcome: Outcome, state: JobState, now: Micros
         case ScaleJob():
             text = f"The job shall have {command.min_nodes} to {command.max_nodes} nodes."
             yield event(now, INFO, "job-scaled", text)
+        case SetScaling():
+            yield event(now, INFO, "scaling-set", f"Scaling by itself is {command.mode.value} from now on.")
+        case RoomSeen():
+            room = "an unknown number of nodes" if command.most is None else f"{command.most} nodes"
+            why = f": {command.reason}" if command.reason else ""
+            yield event(now, INFO, "room-seen", f"The platform has room for {room} ({command.node_type.value}){why}.")
         case PreCheckNoted() if command.stage in _PRE_CHECK:
             name, level = _PRE_CHECK[command.stage]
             labels = {each.name: each.state.value for each in command.results[:MAX_LABELS]}

@@ -11,10 +11,12 @@ from msgspec.structs import replace
 
 from dlrover.core.decision import Decision
 from dlrover.core.happenings import AllFinished
-from dlrover.core.membership.claims import WorldClaim, is_sane
+from dlrover.core.membership.claims import TakeUp, WorldClaim, is_sane
+from dlrover.core.membership.forming import is_all_finished
 from dlrover.core.membership.nodes import Member, World, reattach_window
+from dlrover.core.membership.rendezvous import NUM_USED_OFFERS, Rendezvous
 from dlrover.protocol.messages.identity import micros
-from dlrover.protocol.messages.job import Attach, ExitReason, Micros, NodeRank
+from dlrover.protocol.messages.job import Attach, ExitReason, Micros, NodeId, NodeRank, Round
 
 
 def hear_claim(decision: Decision, command: Attach, rank: NodeRank) -> WorldClaim | None:
@@ -48,7 +50,7 @@ def give_up_claims(decision: Decision, why: str) -> None:
     rdzv = decision.state.rendezvous
     # Its number, also if the only one who claimed it is lost by now: no round has completed since.
     decision.say(f"The world of round {rdzv.round} cannot be taken up again: {why}. A new round forms.")
-    for node in rdzv.give_up_claims(decision.now):
+    for node in _drop_claims(rdzv, decision.now):
         decision.touch(node)
         decision.announce(decision.on.node_expected, decision.state.nodes.live[node])
 
@@ -94,7 +96,10 @@ def _take_up(decision: Decision) -> None:
         for node, claim in claimed
     )
     limits_version = state.limits_version if size >= limits.min_nodes else 0  # it began under lower limits
-    rdzv.adopt(World(first.round, members, first.world_size, limits_version), decision.now, first.job_age, first.turns)
+    decision.announce(decision.on.world_taken_up, size)
+    _adopt(
+        rdzv, World(first.round, members, first.world_size, limits_version), decision.now, first.job_age, first.turns
+    )
     rdzv.verdict = (
         f"Round {rdzv.round} goes on: the journal was lost, all {size} nodes of its world are back, and no worker "
         "restarts."
@@ -105,8 +110,37 @@ def _take_up(decision: Decision) -> None:
         if (node := state.nodes.live.get(member.node)) is not None:
             node.entered_at = decision.now
         decision.touch(member.node)
-    if rdzv.is_all_finished():
+    if is_all_finished(rdzv):
         finished = AllFinished()
         decision.announce(decision.on.all_finished, finished)
         if not finished.is_work_left:
             decision.end_job(ExitReason.COMPLETED, "The workers of all nodes ended well.")
+
+
+def _adopt(
+    rdzv: Rendezvous, world: World, now: Micros, job_age: float = 0.0, turns: tuple[tuple[Round, int], ...] = ()
+) -> None:
+    """The world that its members claimed is ours from now on; it began before we did, at that age of the job."""
+    assert rdzv.world is None, f"round {rdzv.round} has a world already"
+    rdzv.began_at = Micros(now - micros(job_age))
+    rdzv.turns = turns
+    rdzv.round = world.round
+    rdzv.world = world
+    rdzv.completed_at = now
+    rdzv.group_ranks = {member.node: group_rank for group_rank, member in enumerate(world.members)}
+    rdzv.finished = {node: rank for node, rank in rdzv.finished.items() if node in rdzv.group_ranks}
+    rdzv.pre_check_until = None
+    rdzv.opening = None
+    rdzv.below_min_since = None
+    rdzv.take_up = TakeUp(is_over=True)
+    rdzv.used_offers = [*rdzv.used_offers, world.coordinator][-NUM_USED_OFFERS:]
+
+
+def _drop_claims(rdzv: Rendezvous, now: Micros) -> list[NodeId]:
+    """The world that was claimed cannot be had any more: whoever runs in it shall join the open round."""
+    nodes = [node for node in rdzv.take_up.claims if node not in rdzv.finished]
+    claims, rdzv.take_up = rdzv.take_up.claims, TakeUp(is_over=True)
+    for node in nodes:
+        rdzv.expect(node, claims[node].node_rank)
+    rdzv.call_began_at = now
+    return nodes

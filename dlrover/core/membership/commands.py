@@ -11,6 +11,7 @@ from dlrover.core.happenings import STOPPED
 from dlrover.core.membership import adoption
 from dlrover.core.membership.attaching import LARGEST, MOST_WORKERS
 from dlrover.core.membership.departures import finish, give_up, lose
+from dlrover.core.membership.forming import is_offer_used
 from dlrover.core.membership.nodes import NodeLife, after_outage
 from dlrover.core.membership.rendezvous import Joined, RoundBlock
 from dlrover.core.membership.rounds import EXIT_RENDEZVOUS_TIMEOUT, make_room, restart_workers, span_of
@@ -80,7 +81,7 @@ def on_master_restarted(decision: Decision) -> None:
     state = decision.state
     state.nodes.master_restarted(decision.now, state.detection)
     if state.terms is not None:
-        state.rendezvous.master_restarted(state.terms.limits, state.now, decision.now)
+        state.rendezvous.master_restarted(state.limits, state.now, decision.now)
     if state.drains_at is not None:
         state.drains_at = after_outage(state.drains_at, state.now, decision.now)
 
@@ -109,7 +110,7 @@ def _join(command: JoinRendezvous, decision: Decision) -> Reply:
         )
     if node.finished_round:
         raise Rejected(f"{node.label} has finished in round {node.finished_round}.", code=ErrorCode.FINISHED)
-    if rdzv.is_offer_used(node.id, command.offer) and not command.is_offer_reused:
+    if is_offer_used(rdzv, node.id, command.offer) and not command.is_offer_reused:
         raise Rejected(
             f"{command.offer} served an earlier round; a port is never used for two. Bind another.",
             code=ErrorCode.OFFER_USED,
@@ -206,8 +207,10 @@ def _scale_job(command: ScaleJob, decision: Decision) -> Reply:
     if limits != former:
         state.terms = replace(state.terms, limits=limits)
         state.limits_version += 1
+        decision.announce(decision.on.bounds_moved)
         _rescale(decision, former, limits)
         decision.is_unsettled = True
+    decision.announce(decision.on.person_decided)
     return Done()
 
 
@@ -266,14 +269,13 @@ def _rescale(decision: Decision, former: Limits, limits: Limits) -> None:
 
     A world below a raised minimum goes on until enough nodes are there: stopping it would help nobody.
     """
-    state, rdzv = decision.state, decision.state.rendezvous
-    assert state.terms is not None, "scaled before any node came"
+    rdzv = decision.state.rendezvous
     sentence = f"the job was scaled from {span_of(former)} to {span_of(limits)} nodes"
     decision.say(f"{sentence[0].upper()}{sentence[1:]}.")
     if rdzv.take_up.size > limits.max_nodes:
         adoption.give_up_claims(decision, sentence)
     if limits.max_nodes < former.max_nodes:  # growing is the rendezvous's own matter
-        make_room(decision, state.terms, sentence)
+        make_room(decision, sentence)
     decision.announce(decision.on.job_scaled, limits.max_nodes)
 
 
@@ -335,7 +337,7 @@ def _exit_of_leave(reason: LeaveReason) -> NodeExit:
 
 def _too_many(state: JobState) -> Leave:
     assert state.terms is not None, "somebody waits for a world before anybody came"
-    limits = state.terms.limits
+    limits = state.limits
     return Leave(
         f"a world has at most {limits.max_nodes} nodes, and none had room for this one within {limits.pend_timeout:g} s "
         "(--rdzv-conf pend_timeout). Allow more nodes with --nnodes, or keep it warm with --standby",

@@ -10,6 +10,7 @@ from dlrover.core.decision import Decision
 from dlrover.core.desired import is_running
 from dlrover.core.happenings import AllFinished, JobEnds, NodeLost
 from dlrover.core.membership import adoption
+from dlrover.core.membership.forming import is_all_finished
 from dlrover.core.membership.nodes import Node, NodeLife, reattach_window
 from dlrover.core.membership.rounds import open_round
 from dlrover.protocol.messages.identity import micros
@@ -58,7 +59,7 @@ def finish(decision: Decision, node: Node, round_: Round, *, has_more_to_say: bo
 
 
 def _end_if_all_finished(decision: Decision) -> None:
-    if decision.state.end is not None or not decision.state.rendezvous.is_all_finished():
+    if decision.state.end is not None or not is_all_finished(decision.state.rendezvous):
         return
     finished = AllFinished()
     decision.announce(decision.on.all_finished, finished)

@@ -17,24 +17,19 @@ may still come back. Each hold has an end.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import msgspec
 from msgspec import Struct
 
 from dlrover.core.membership.claims import TakeUp
-from dlrover.core.membership.nodes import REATTACH_WINDOW, Member, Opening, World, after_outage
+from dlrover.core.membership.nodes import Opening, World, after_outage
 from dlrover.core.membership.standby import Bystanders
-from dlrover.core.membership.topology import Placed, arrange
 from dlrover.protocol.messages.identity import MICROS_PER_SECOND, micros
 from dlrover.protocol.messages.job import Limits, Micros, NodeId, NodeRank, Round, WorldSpec
 
 NUM_USED_OFFERS = 64
 """So many former coordinators are remembered: long enough for sockets of old rounds to be gone."""
-
-_NUM_NAMED = 8
-"""So many ranks are named in a sentence; naming a thousand helps nobody and makes each join cost a thousand."""
 
 
 class Joined(Struct, frozen=True):
@@ -105,6 +100,8 @@ class Rendezvous(Struct):
     num_unattached: int = 0
     """Nodes of the platform from which nobody has come yet. Counted only where some have finished, and the others that
     meet are too few: it is a long list."""
+    num_growing: int = 0
+    """Nodes that a raised target still waits for: the world grows once, with all of them, and not once for each."""
     used_offers: list[str] = []
     """Coordinators of the last rounds, oldest first: a port is never used for two rounds."""
     verdict: str = "no node has attached yet"
@@ -138,39 +135,9 @@ class Rendezvous(Struct):
         is_asked_about = self.order_awaited_until is not None or self.pre_check_until is not None
         return bool(self.blocks) or bool(self.take_up.claims) or is_asked_about or self.are_members_checked
 
-    def is_too_large(self, limits: Limits) -> bool:
-        """Whether the members run in a world that the limits do not allow any more."""
-        return self.world is not None and self.opening is None and len(self.world.members) > limits.max_nodes
-
-    def coming(self) -> str:
-        """Those nodes in words."""
-        if self.num_coming > _NUM_NAMED:
-            return _nodes(self.num_coming)
-        return _named([*self.expected.values(), *(joined.node_rank for joined in self.absent.values())])
-
     def is_member(self, node: NodeId) -> bool:
         """Whether the node belongs to the newest world and has not been lost from it."""
         return node in self.group_ranks and node not in self.lost
-
-    def place_of(self, node: NodeId) -> tuple[int, int]:
-        """Group rank and number of workers in the newest world; (-1, 0): it is not a member."""
-        if self.world is None or not self.is_member(node):
-            return -1, 0
-        group_rank = self.group_ranks[node]
-        return group_rank, self.world.members[group_rank].local_world_size
-
-    def has_spare(self) -> bool:
-        """Whether somebody outside the newest world waits, warm."""
-        return self.world is not None and any(node not in self.group_ranks for node in self.waiting)
-
-    def outsiders(self) -> list[NodeId]:
-        """Who has joined and is no member of the newest world, by rank."""
-        joined = itertools.chain(self.waiting.items(), self.absent.items())
-        return [
-            node
-            for node, _ in sorted(joined, key=lambda item: item[1].node_rank)
-            if self.world is not None and node not in self.group_ranks
-        ]
 
     def spec(self, node: NodeId) -> WorldSpec:
         """The member's place in the world."""
@@ -189,12 +156,6 @@ class Rendezvous(Struct):
             job_age=0.0 if self.began_at is None else (self.completed_at - self.began_at) / MICROS_PER_SECOND,
             turns=self.turns,
         )
-
-    def is_offer_used(self, node: NodeId, offer: str) -> bool:
-        if offer in self.used_offers:
-            return True
-        group_rank = self.group_ranks.get(node)
-        return self.world is not None and group_rank is not None and self.world.members[group_rank].offer == offer
 
     def expect(self, node: NodeId, node_rank: NodeRank) -> None:
         """The node is there and shall join; what it joined with before, if anything, is void."""
@@ -247,9 +208,6 @@ class Rendezvous(Struct):
             self.finished[node] = node_rank  # before it is dropped: its claim to a world stays good
         self._drop(node)
 
-    def is_all_finished(self) -> bool:
-        return self.world is not None and len(self.finished) == len(self.world.members)
-
     def complete(self, world: World, now: Micros) -> None:
         """The chosen nodes have their world; the others go on waiting, their offers stay good."""
         assert world.round == self.next_round, f"round {world.round} completed after round {self.round}"
@@ -267,59 +225,6 @@ class Rendezvous(Struct):
         self.below_min_since = None
         self.granted = 0
         self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
-
-    def adopt(self, world: World, now: Micros, job_age: float = 0.0, turns: tuple[tuple[Round, int], ...] = ()) -> None:
-        """The world that its members claimed is ours from now on; it began before we did, at that age of the job."""
-        assert self.world is None, f"round {self.round} has a world already"
-        self.began_at = Micros(now - micros(job_age))
-        self.turns = turns
-        self.round = world.round
-        self.world = world
-        self.completed_at = now
-        self.group_ranks = {member.node: group_rank for group_rank, member in enumerate(world.members)}
-        self.finished = {node: rank for node, rank in self.finished.items() if node in self.group_ranks}
-        self.pre_check_until = None
-        self.opening = None
-        self.below_min_since = None
-        self.take_up = TakeUp(is_over=True)
-        self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
-
-    def give_up_claims(self, now: Micros) -> list[NodeId]:
-        """The world that was claimed cannot be had any more: whoever runs in it shall join the open round."""
-        nodes = [node for node in self.take_up.claims if node not in self.finished]
-        claims, self.take_up = self.take_up.claims, TakeUp(is_over=True)
-        for node in nodes:
-            self.expect(node, claims[node].node_rank)
-        self.call_began_at = now
-        return nodes
-
-    def lift_expired(self, now: Micros) -> list[RoundBlock]:
-        """End the holds whose time is over, and say which blocks ended so."""
-        expired = [block for block in self.blocks.values() if block.until <= now]
-        self.blocks = {node: block for node, block in self.blocks.items() if block.until > now}
-        if self.order_awaited_until is not None and self.order_awaited_until <= now:
-            self.order_awaited_until = None
-        if self.pre_check_until is not None and self.pre_check_until <= now:
-            self.pre_check_until = None
-        return expired
-
-    def hold_ends_at(self) -> Micros | None:
-        ends = [block.until for block in self.blocks.values()]
-        ends += [until for until in (self.order_awaited_until, self.pre_check_until) if until is not None]
-        return min(ends, default=None)
-
-    def why_held(self) -> str:
-        """For a sentence, while something holds the round."""
-        if self.blocks:
-            return "; ".join(f"blocked by {block.owner}: {block.reason}" for block in self.blocks.values())
-        if self.take_up.claims:
-            come, size = len(self.take_up.claims), self.take_up.size
-            return f"the world of round {self.take_up.round} runs on and is taken up when all are back, {come} of {size} are"
-        if self.pre_check_until is not None:
-            return "the pre-check is not over"
-        if self.are_members_checked:
-            return "members of the last world are being checked"
-        return "the order of the nodes is being asked for"
 
     def master_restarted(self, limits: Limits, last_command_at: Micros, now: Micros) -> None:
         """Nobody could join while the master was away, and nobody has a stream yet.
@@ -377,103 +282,6 @@ class Rendezvous(Struct):
         self.take_up = TakeUp(is_over=True)
         self.bystanders.left_out = {}
 
-    def note_shortage(self, limits: Limits, now: Micros, *, is_excused: bool) -> None:
-        """Keep the clock of the join timeout: it runs while the open round is below the minimum."""
-        is_enough = limits.num_usable(len(self.waiting)) >= limits.min_nodes
-        if self.take_up.claims or is_enough or self.num_pending_launches or is_excused:
-            self.below_min_since = None
-        elif self.below_min_since is None:
-            self.below_min_since = now
-
-    def gives_up_at(self, limits: Limits) -> Micros | None:
-        if self.opening is None or self.below_min_since is None:
-            return None
-        return Micros(self.below_min_since + micros(limits.join_timeout))
-
-    def too_few_at(self, limits: Limits) -> Micros | None:
-        """When the open round can lead to nothing, because some have finished and the rest is no world; None: it can.
-
-        Not before those who were lost with their stream had a window for telling us that they finished, too. If the
-        world itself was lost with a journal, nobody knows who belongs to it: then everybody has that window.
-        """
-        num_left = len(self.waiting) + self.num_coming + self.num_unattached
-        if self.opening is None or not self.finished or limits.num_usable(num_left) >= limits.min_nodes:
-            return None
-        if self.take_up.claims:
-            return None  # a world is about to be known again
-        if self.world is None:
-            return Micros(self.call_began_at + micros(REATTACH_WINDOW))
-        return max(self.call_began_at, self.may_return_until)
-
-    def are_too_few_left(self, limits: Limits, now: Micros) -> bool:
-        at = self.too_few_at(limits)
-        return at is not None and at <= now
-
-    def call_ends_at(self, limits: Limits) -> Micros | None:
-        """Until when a round that could start holds the door open; None: there is nobody worth waiting for."""
-        num_waiting, num_coming = len(self.waiting), self.num_coming
-        usable = limits.num_usable(num_waiting)
-        if self.opening is None or usable < limits.min_nodes or self.is_held:
-            return None
-        if limits.num_usable(num_waiting + num_coming) > usable or self._is_member_displaced(usable):
-            return Micros(self.call_began_at + micros(limits.last_call))
-        if self.world is None and num_waiting + num_coming < limits.max_nodes:
-            return Micros(self.call_began_at + micros(limits.first_call))
-        return None
-
-    def grows_at(self, limits: Limits) -> Micros | None:
-        """When so many nodes are welcome that the healthy world should grow, maybe long ago; None: it should not.
-
-        Nobody is added once a member has finished: the job is in its last minutes and a restart would undo them. Nor
-        while rounds are held: members would stop for a round that cannot complete.
-        """
-        if self.world is None or self.opening is not None or self.finished or not self.waiting or self.is_held:
-            return None
-        size = len(self.world.members)
-        # A world below a raised minimum trains on until the minimum can be had.
-        num_needed = max(limits.node_unit - size % limits.node_unit, limits.min_nodes - size)
-        if size + num_needed > limits.max_nodes or num_needed > len(self.waiting):
-            return None
-        return sorted(self.bystanders.welcome_at(joined.node_rank) for joined in self.waiting.values())[num_needed - 1]
-
-    def reason_to_grow(self, limits: Limits, now: Micros) -> str | None:
-        """Why the next round should open although the world is healthy; None: it should not, or not yet."""
-        grows_at = self.grows_at(limits)
-        if self.world is None or grows_at is None or grows_at > now:
-            return None
-        size = len(self.world.members)
-        ranks = [joined.node_rank for joined in self.waiting.values()]
-        welcome = [rank for rank in ranks if self.bystanders.welcome_at(rank) <= now]
-        possible = limits.num_usable(size + len(ranks))
-        return f"{_named(welcome)} can join: the world grows from {size} to up to {possible} nodes"
-
-    def missing_ranks(self, limits: Limits) -> list[NodeRank]:
-        """Whom the open round lacks: former members, or before any world the lowest ranks. No more than can be named."""
-        present = {joined.node_rank: None for joined in self.waiting.values()}
-        wanted: Iterable[NodeRank]
-        if self.world is not None:
-            wanted = (member.node_rank for member in self.world.members if member.node not in self.finished)
-        else:
-            wanted = (NodeRank(rank) for rank in range(limits.min_nodes))
-        return list(itertools.islice((rank for rank in wanted if rank not in present), _NUM_NAMED + 1))
-
-    def _is_member_displaced(self, usable: int) -> bool:
-        """Whether starting now would give a member's place to somebody with less right while the member is on its way.
-
-        To a stranger: a spare has joined long before, the members are only stopping their workers, and hold the state
-        in memory. Or, in a world that shall shrink, to a member of a higher rank.
-        """
-        coming = [
-            member.node_rank
-            for node in itertools.chain(self.expected, self.absent)
-            if self.world is not None and node in self.group_ranks
-            for member in (self.world.members[self.group_ranks[node]],)
-        ]
-        if not coming:
-            return False
-        ranks = sorted(joined.node_rank for node, joined in self.waiting.items() if node in self.group_ranks)
-        return len(ranks) < usable or min(coming) < ranks[usable - 1]
-
     def _drop(self, node: NodeId) -> None:
         """Out of whichever place it is in."""
         self.waiting.pop(node, None)
@@ -481,68 +289,3 @@ class Rendezvous(Struct):
         self.expected.pop(node, None)
         if node not in self.finished:
             self.take_up.drop(node)
-
-
-def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros, *, limits_version: int = 0) -> tuple[World | None, str]:
-    """Decide whether the open round completes, and say why or why not."""
-    num_waiting = len(rdzv.waiting)
-    label = f"Round {rdzv.next_round}"
-    usable = limits.num_usable(num_waiting)
-    if usable < limits.min_nodes:
-        unit = f", in multiples of {limits.node_unit}" if limits.node_unit > 1 else ""
-        return None, f"{label}: {num_waiting} of at least {limits.min_nodes} nodes wait{unit}."
-    if rdzv.is_held:
-        return None, f"{label}: {_waiting(num_waiting)}; {rdzv.why_held()}."
-    ends_at = rdzv.call_ends_at(limits)
-    if ends_at is not None and now < ends_at:
-        if rdzv.num_coming:
-            return None, f"{label}: {_waiting(num_waiting)}; last call of {limits.last_call:g} s for {rdzv.coming()}."
-        return None, (
-            f"{label}: {_waiting(num_waiting)}, at most {limits.max_nodes} can start; "
-            f"first call of {limits.first_call:g} s for more."
-        )
-    # Members of the newest world first: they hold its state. Otherwise ranks say who, and the network in which order.
-    candidates = sorted(rdzv.waiting.items(), key=lambda item: (item[0] not in rdzv.group_ranks, item[1].node_rank))
-    chosen = {joined.node_rank: (node, joined) for node, joined in candidates[:usable]}
-    placed = [Placed(rank, joined.place, joined.group) for rank, (_, joined) in chosen.items()]
-    members: list[Member] = []
-    first_global_rank = 0
-    for node_rank in arrange(placed, rdzv.order):
-        node, joined = chosen[node_rank]
-        members.append(Member(node, joined.node_rank, joined.local_world_size, first_global_rank, joined.offer))
-        first_global_rank += joined.local_world_size
-    world = World(rdzv.next_round, tuple(members), first_global_rank, limits_version)
-    workers = f"{first_global_rank} worker{'' if first_global_rank == 1 else 's'}"
-    return world, f"{label} starts: {usable} of {_nodes(num_waiting, 'waiting ')}, {workers}."
-
-
-def explain_timeout(rdzv: Rendezvous, limits: Limits) -> str:
-    """The final sentence of a round that stayed below the minimum for too long."""
-    num_waiting = len(rdzv.waiting)
-    missing = rdzv.missing_ranks(limits)
-    verb = "is" if len(missing) == 1 else "are"
-    named = f"{_named(missing[:_NUM_NAMED])} and others" if len(missing) > _NUM_NAMED else _named(missing)
-    lack = f"; {named} {verb} missing" if missing else ""
-    log = "its log" if len(missing) == 1 else "their logs"
-    fewer = limits.num_usable(num_waiting)
-    remedy = f"or allow fewer with --nnodes {fewer}:{limits.max_nodes}" if fewer else "and whether they reach us"
-    return (
-        f"Round {rdzv.next_round}: {num_waiting} of at least {limits.min_nodes} nodes joined within "
-        f"{limits.join_timeout:g} s{lack}. See {log}, {remedy}."
-    )
-
-
-def _nodes(count: int, kind: str = "") -> str:
-    return f"{count} {kind}node{'' if count == 1 else 's'}"
-
-
-def _waiting(count: int) -> str:
-    return "1 node waits" if count == 1 else f"{count} nodes wait"
-
-
-def _named(node_ranks: Iterable[NodeRank]) -> str:
-    ranks = list(node_ranks)
-    if len(ranks) > _NUM_NAMED:
-        return f"{len(ranks)} nodes"
-    listed = ", ".join(str(rank) for rank in sorted(ranks))
-    return f"node rank{'' if len(ranks) == 1 else 's'} {listed}"

@@ -8,16 +8,25 @@ from dlrover.core.decision import Decision
 from dlrover.core.desired import is_running
 from dlrover.core.happenings import (
     RoundOpened,
+    TargetMoved,
     WorkersFailed,
 )
 from dlrover.core.membership import adoption
+from dlrover.core.membership.forming import (
+    are_too_few_left,
+    choose_world,
+    explain_timeout,
+    gives_up_at,
+    is_too_large,
+    lift_expired,
+    note_shortage,
+    reason_to_grow,
+)
 from dlrover.core.membership.nodes import Node, Opening, World
-from dlrover.core.membership.rendezvous import choose_world, explain_timeout
 from dlrover.core.membership.waiting import pending
 from dlrover.protocol.messages.job import (
     ExitReason,
     FirstFailure,
-    JobTerms,
     Leave,
     Limits,
     NodeRank,
@@ -60,7 +69,7 @@ def on_workers_failed(decision: Decision, failed: WorkersFailed) -> None:
     if failed.reason:
         assert state.terms is not None, "workers ran before any node attached"
         open_round(decision, StopCause.FAILURE, failed.reason, fault=failed.fault, first=failed.first)
-        failed.is_hopeless = state.rendezvous.are_too_few_left(state.terms.limits, decision.now)
+        failed.is_hopeless = are_too_few_left(state.rendezvous, state.limits, decision.now)
 
 
 def restart_workers(decision: Decision, reason: str) -> None:
@@ -69,23 +78,32 @@ def restart_workers(decision: Decision, reason: str) -> None:
     open_round(decision, StopCause.MEMBERSHIP, reason)
 
 
-def make_room(decision: Decision, terms: JobTerms, why: str) -> None:
+def make_room(decision: Decision, why: str) -> None:
     """A world that is too large meets again, and who is too many goes.
 
     Not in the last minutes of a job, when nobody restarts any more. Nor yet while rounds are held: the members would
     stop for a round that cannot complete, and who holds it might be among those that go.
     """
-    state, rdzv = decision.state, decision.state.rendezvous
-    is_too_large = rdzv.is_too_large(terms.limits)
-    if rdzv.finished or (is_too_large and rdzv.is_held):
+    state, rdzv, limits = decision.state, decision.state.rendezvous, decision.state.limits
+    standby = 0 if state.terms is None else state.terms.standby
+    must_shrink = is_too_large(rdzv, limits)
+    if rdzv.finished or (must_shrink and rdzv.is_held):
         return
-    if is_too_large:
+    if must_shrink:
         open_round(decision, StopCause.MEMBERSHIP, why)
     there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
     there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
-    for node in there[terms.limits.max_nodes + terms.standby :]:
+    for node in there[limits.max_nodes + standby :]:
         if not is_running(state, node) and node.id not in rdzv.take_up.claims:
             decision.announce(decision.on.node_dismissed, node, Leave("the job was scaled down", 0))
+
+
+def on_target_moved(decision: Decision, moved: TargetMoved) -> None:
+    """A smaller world meets again at once; a larger one when the nodes are there."""
+    if decision.state.rendezvous.take_up.size > moved.target:
+        adoption.give_up_claims(decision, moved.why)
+    if moved.target < moved.former:
+        make_room(decision, moved.why)
 
 
 def on_job_starts_over(decision: Decision, why: str) -> None:
@@ -102,46 +120,58 @@ def on_job_starts_over(decision: Decision, why: str) -> None:
         open_round(decision, StopCause.MEMBERSHIP, why)
 
 
+def on_job_pauses(decision: Decision, why: str) -> None:
+    """All leave together: a node that met the others again would stop its workers without the time that they have."""
+    state, rdzv = decision.state, decision.state.rendezvous
+    if rdzv.take_up.claims:
+        adoption.give_up_claims(decision, why)
+    if rdzv.is_active:
+        open_round(decision, StopCause.MEMBERSHIP, why)
+    for node in list(state.nodes.live.values()):
+        if node.dismissed is None:
+            decision.announce(decision.on.node_dismissed, node, Leave(why, is_pause=True))
+
+
 def advance(decision: Decision) -> bool:
     """Whatever time and others have made possible: holds end, a world goes on, grows or begins. Whether all rooms have to look again."""
     state, rdzv, terms = decision.state, decision.state.rendezvous, decision.state.terms
     if state.end is not None or terms is None or state.cluster is not None:
         return False
     if rdzv.blocks or rdzv.order_awaited_until is not None or rdzv.pre_check_until is not None:
-        for block in rdzv.lift_expired(decision.now):
+        for block in lift_expired(rdzv, decision.now):
             decision.say(f"The lease of {block.owner} is over: the rendezvous is blocked no longer ({block.reason}).")
     if rdzv.pre_check_until is None and state.pre_check.stage is PreCheckStage.CHECKING:
         decision.announce(decision.on.pre_check_over)
     if rdzv.take_up.claims and adoption.settle_claims(decision):
         return True
-    if _meet(decision, terms):
+    if _meet(decision):
         return True
     if rdzv.is_active and terms.limits.pend_timeout is not None:
         rdzv.bystanders.note_pending(pending(state), decision.now)
     return False
 
 
-def _meet(decision: Decision, terms: JobTerms) -> bool:
+def _meet(decision: Decision) -> bool:
     """Open the next round if the world should grow, and complete it if its time has come. Whether that ended the job."""
-    state, rdzv, limits = decision.state, decision.state.rendezvous, terms.limits
-    if rdzv.is_too_large(limits) and not rdzv.finished and not rdzv.is_held:
-        make_room(decision, terms, f"the job was scaled to {span_of(limits)} nodes")
+    state, rdzv, limits = decision.state, decision.state.rendezvous, decision.state.limits
+    if is_too_large(rdzv, limits) and not rdzv.finished and not rdzv.is_held:
+        make_room(decision, f"the job was scaled to {span_of(limits)} nodes")
         decision.announce(decision.on.job_scaled, limits.max_nodes)
     if rdzv.opening is None:
-        reason = rdzv.reason_to_grow(limits, decision.now)
+        reason = reason_to_grow(rdzv, limits, decision.now)
         if reason is None:
             return False
         decision.say(f"{reason[0].upper()}{reason[1:]}.")
         open_round(decision, StopCause.MEMBERSHIP, reason)
-    if rdzv.are_too_few_left(limits, decision.now):
+    if are_too_few_left(rdzv, limits, decision.now):
         _end_unfinished(decision, limits)
         return True
     # A check has deadlines of its own, and who suspends a job does not hurry it.
     is_suspended = state.fleet is not None and state.fleet.is_suspended
     is_excused = state.check.cycle is not None or bool(state.check.perf) or is_suspended
-    rdzv.note_shortage(limits, decision.now, is_excused=is_excused)
-    gives_up_at = rdzv.gives_up_at(limits)
-    if gives_up_at is not None and gives_up_at <= decision.now:
+    note_shortage(rdzv, limits, decision.now, is_excused=is_excused)
+    give_up_at = gives_up_at(rdzv, limits)
+    if give_up_at is not None and give_up_at <= decision.now:
         reason_ = ExitReason.RENDEZVOUS_TIMEOUT if state.nodes.live else ExitReason.NOT_ENOUGH_NODES
         sentence = state.check.explain_timeout(rdzv.next_round, len(rdzv.waiting), limits)
         decision.end_job(reason_, sentence or explain_timeout(rdzv, limits), exit_code=EXIT_RENDEZVOUS_TIMEOUT)

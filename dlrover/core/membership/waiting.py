@@ -6,6 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dlrover.core.membership.forming import (
+    call_ends_at,
+    gives_up_at,
+    grows_at,
+    has_spare,
+    hold_ends_at,
+    outsiders,
+    too_few_at,
+)
 from dlrover.core.outcome import Deadline
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.identity import micros
@@ -15,13 +24,13 @@ from dlrover.protocol.messages.job import DeadlineKind, FailureKind, Micros, Nod
 def gone_times(state: JobState, nodes: Iterable[NodeId]) -> dict[NodeId, Micros]:
     """When those of the nodes that have no stream are given up."""
     broken = [node for node in nodes if node in state.nodes.broken]
-    has_spare = bool(broken) and state.rendezvous.has_spare()
+    is_replaceable = bool(broken) and has_spare(state.rendezvous)
     is_last_hope = bool(broken) and _is_none_dispensable(state)
     return {
         node: state.nodes.gone_at(
             node,
             state.detection,
-            has_spare=has_spare,
+            has_spare=is_replaceable,
             is_needed=is_last_hope and not state.nodes.live[node].finished_round,
         )
         for node in broken
@@ -41,14 +50,14 @@ def deadlines(state: JobState) -> list[Deadline]:
     rdzv = state.rendezvous
     if state.terms is None or state.cluster is not None:
         return []
-    limits = state.terms.limits
+    limits = state.limits
     times = (
-        (rdzv.call_ends_at(limits), DeadlineKind.LAST_CALL),
-        (rdzv.too_few_at(limits), DeadlineKind.LAST_CALL),
-        (rdzv.gives_up_at(limits), DeadlineKind.JOIN_TIMEOUT),
-        (rdzv.hold_ends_at(), DeadlineKind.BLOCK_LEASE),
+        (call_ends_at(rdzv, limits), DeadlineKind.LAST_CALL),
+        (too_few_at(rdzv, limits), DeadlineKind.LAST_CALL),
+        (gives_up_at(rdzv, limits), DeadlineKind.JOIN_TIMEOUT),
+        (hold_ends_at(rdzv), DeadlineKind.BLOCK_LEASE),
         (rdzv.take_up.until if rdzv.take_up.claims else None, DeadlineKind.TAKE_UP),
-        (rdzv.grows_at(limits), DeadlineKind.GROWTH),
+        (grows_at(rdzv, limits), DeadlineKind.GROWTH),
     )
     running = [Deadline(at, kind, rdzv.next_round) for at, kind in times if at is not None]
     pend_times = pend_timeouts(state).items()
@@ -58,13 +67,13 @@ def deadlines(state: JobState) -> list[Deadline]:
 def standby(state: JobState) -> list[NodeId]:
     """Who waits warm beside the world, as wished: the lowest ranks outside it."""
     wanted = 0 if state.terms is None else state.terms.standby
-    return state.rendezvous.outsiders()[:wanted]
+    return outsiders(state.rendezvous)[:wanted]
 
 
 def pending(state: JobState) -> list[NodeId]:
     """Who waits beside the world although nobody asked for so many."""
     wanted = 0 if state.terms is None else state.terms.standby
-    return state.rendezvous.outsiders()[wanted:]
+    return outsiders(state.rendezvous)[wanted:]
 
 
 def pend_timeouts(state: JobState) -> dict[NodeId, Micros]:

@@ -159,9 +159,14 @@ class Turning:
 
     def _account(self, now: Micros, before: Command | Query | None = None) -> Iterator[Work]:
         """What the bookkeeper has to journal."""
-        account = None if self._durable.is_failing else self._books.account(now, before)
+        if self._durable.is_failing:
+            return
+        account = self._books.account(now, before)
         if account is not None:
             yield Work(account)
+        run = self._books.measured(self._durable.job, now) if before is None else None
+        if run is not None:
+            yield Work(run)
 
     def _stage(self, work: Work, now: Micros) -> int | None:
         """The ticket of its outcome; None: a question that goes on waiting for its answer."""

@@ -11,9 +11,11 @@ from dlrover.core.goodput.events import EventTeller, of_node
 from dlrover.core.goodput.progress_ledger import ProgressLedger
 from dlrover.core.job import Job
 from dlrover.core.outcome import Outcome
+from dlrover.master.statistics import RunStatistics
 from dlrover.master.view.events import EventLog
 from dlrover.protocol.messages.goodput import AccountGoodput
 from dlrover.protocol.messages.job import Command, LeaveJob, Micros, NodeId, Query, ReportFailure, ReportFinished
+from dlrover.protocol.messages.scaling import RunMeasured
 from dlrover.protocol.messages.watch import (
     Activity,
     AskActivity,
@@ -36,12 +38,15 @@ class Bookkeeper:
         self._teller: EventTeller | None = None
         self._progress: dict[NodeId, ProgressReport] = {}
         self._resources: dict[NodeId, ResourceReport] = {}
+        self._runs = RunStatistics()
 
     def observed(self, observation: WatchObservation, job: Job, now: Micros) -> None:
         if isinstance(observation, ProgressReport):
             self._ledger.heard(observation, job.state, now)
+            self._runs.heard_progress(observation, job.state, now)
             self._progress[observation.node] = observation
         elif isinstance(observation, ResourceReport):
+            self._runs.heard_resources(observation, job.state, now)
             self._resources[observation.node] = observation
         elif isinstance(observation, NodeEvent):
             self.events.add_from_node(of_node(observation, now))
@@ -77,10 +82,15 @@ class Bookkeeper:
         """What is to be journalled now, or before this."""
         return self._ledger.account(now, at_once=isinstance(before, _ENDS))
 
+    def measured(self, job: Job, now: Micros) -> RunMeasured | None:
+        """What is to be journalled now of how fast the job is."""
+        return self._runs.measure(job.state, now)
+
     def began(self, job: Job) -> None:
         """A master begins, or its state was read anew: what happened before is told already."""
         self._teller = EventTeller(job.state)
         self._ledger = ProgressLedger()  # what it took for booked may not be
+        self._runs.began(job.state)
 
     def decided(self, command: Command, outcome: Outcome, job: Job, now: Micros) -> None:
         assert self._teller is not None, "nothing can be decided before the beginning"

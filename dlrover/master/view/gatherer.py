@@ -37,6 +37,7 @@ from dlrover.protocol.messages.job import (
     WorkerFailure,
 )
 from dlrover.protocol.messages.precheck import PreCheckStage
+from dlrover.protocol.messages.scaling import ScalingStatus
 from dlrover.protocol.messages.watch import PastVerdict, ProgressReport, ResourceReport, WatchObservation
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class Gatherer:
         self.verdicts: tuple[PastVerdict, ...] = ()
         """Of the diagnosis, oldest first."""
         self.goodput: GoodputStatus | None = None
+        self.scaling: ScalingStatus | None = None
+        """None: no platform gives the job its nodes, or nobody has asked yet."""
         self.newest_event = 0
         self.sources: list[Callable[[Gatherer], Awaitable[None]]] = []
         """Ask others than the job, at each look."""

@@ -27,6 +27,7 @@ from dlrover.core.outcome import Outcome
 from dlrover.master.view.gatherer import Gatherer
 from dlrover.protocol.messages.checkpoint import CheckpointCommitted, CheckpointFailed, ShardWritten
 from dlrover.protocol.messages.job import Command, JobStatus, Micros, NodeId, NodeRank, Stage
+from dlrover.protocol.messages.scaling import ScaleOutcome, ScalingStatus
 from dlrover.protocol.messages.watch import Phase, ResourceReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -76,6 +77,18 @@ METRICS = (
         "Where the time of the nodes went, once it is booked.",
         ("class",),
     ),
+    Described(
+        "dlrover_scale_decisions_total", "counter", "Decisions of the job about its own size, by outcome.", ("outcome",)
+    ),
+    Described(
+        "dlrover_scale_predicted_ratio",
+        "gauge",
+        "Speed after the newest judged change over the speed that was predicted.",
+    ),
+    Described(
+        "dlrover_scale_fit_error_ratio", "gauge", "Median relative error of the fitted step time on its own runs."
+    ),
+    Described("dlrover_room_nodes", "gauge", "Nodes that the platform lets the job have in all, by type.", ("type",)),
     Described(
         "dlrover_training_metric", "gauge", "What the script reports with its steps, such as the loss.", ("metric",)
     ),
@@ -222,6 +235,8 @@ class JobMetrics:
             families.add("dlrover_goodput_ratio", self._gatherer.goodput.goodput)
             for name, seconds in self._gatherer.goodput.booked.items():
                 families.add("dlrover_goodput_node_seconds_total", seconds, name)
+        if self._gatherer.scaling is not None:
+            _tell_scaling(families, self._gatherer.scaling)
         self._tell_training(families)
         for command, number in sorted(self._commands.items()):
             families.add("dlrover_commands_total", number, command)
@@ -313,6 +328,17 @@ def _tell_data(families: Families, status: JobStatus) -> None:
         for state, number in states.items():
             families.add("dlrover_dataset_records", number, each.spec.name, state)
         families.add("dlrover_dataset_epoch", each.epoch, each.spec.name)
+
+
+def _tell_scaling(families: Families, scaling: ScalingStatus) -> None:
+    for outcome in ScaleOutcome:
+        families.add("dlrover_scale_decisions_total", scaling.num_outcomes.get(outcome, 0), outcome.value)
+    judged = [each for each in scaling.decisions if each.expected_speed and each.speed_after]
+    if judged:
+        families.add("dlrover_scale_predicted_ratio", judged[-1].speed_after / judged[-1].expected_speed)
+    families.add("dlrover_scale_fit_error_ratio", None if scaling.fit is None else scaling.fit.error)
+    for room in scaling.room:
+        families.add("dlrover_room_nodes", room.most, room.node_type.value)
 
 
 def _tell_usage(families: Families, rank: NodeRank, usage: ResourceReport) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from dlrover.master.view.gatherer import Gatherer
 from dlrover.protocol.messages.goodput import AskEvents, AskGoodput, Events, GoodputStatus
 from dlrover.protocol.messages.job import JobStatus
+from dlrover.protocol.messages.scaling import AskScaling, ScaleOutcome, ScalingStatus
 from dlrover.protocol.messages.watch import AskDiagnosis, Culprit, Diagnosis, PastVerdict
 
 MAX_DATASETS = 64
@@ -91,6 +92,42 @@ async def gather_goodput(gatherer: Gatherer) -> None:
             "num_faults": found.num_faults,
             "is_redo_known": found.is_redo_known,
             "counterfactuals": [each.text[:MAX_SENTENCE] for each in found.counterfactuals[:MAX_SAVINGS]],
+        },
+    )
+
+
+async def gather_scaling(gatherer: Gatherer) -> None:
+    status = gatherer.status
+    if status is None or not status.fleet:
+        return  # people start the nodes: there is nothing to scale
+    found = await gatherer.ask(AskScaling())
+    assert isinstance(found, ScalingStatus), f"asked for its size the master answered {type(found).__name__}"
+    gatherer.scaling = found
+    gatherer.board.put(
+        "scaling",
+        "",
+        {
+            "mode": found.mode.value,
+            "sentence": found.sentence[:MAX_SENTENCE],
+            "brake": found.brake.value,
+            "target": found.target,
+            "unit": found.unit,
+            "speed": float(f"{found.speed:.4g}"),
+            "fit_error": None if found.fit is None else round(found.fit.error, 4),
+            "points": [
+                {"nodes": each.nodes, "speed": float(f"{each.speed:.4g}"), "is_predicted": each.is_predicted}
+                for each in found.points
+            ],
+            "decisions": [
+                {
+                    "at": each.at,
+                    "outcome": each.outcome.value,
+                    "sentence": each.sentence[:MAX_SENTENCE],
+                    "nodes_after": each.nodes_after,
+                    "is_change": each.outcome in (ScaleOutcome.PLANNED, ScaleOutcome.TAKEN_BACK),
+                }
+                for each in found.decisions
+            ],
         },
     )
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from dlrover.host.ownership import check_server
-from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken, NodeRoom, Sight, StaleMaster
+from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken, NodeRoom, RoomChanged, Sight, StaleMaster
 from dlrover.platforms.hosted.messages import (
     ANSWER,
     REQUEST,
@@ -24,6 +24,7 @@ from dlrover.platforms.hosted.messages import (
     HostAnswer,
     HostRequest,
     IntentRefused,
+    LimitNodes,
     ListNodes,
     RefusalKind,
     RoomFound,
@@ -115,12 +116,18 @@ class LocalPlatform:
         try:
             writer.write(pack(REQUEST.encode(HostRequest(job_uid=self._job_uid, body=WatchNodes()))))
             while (answer := await self._receive(reader)) is not None:
-                if isinstance(answer, NodesListed | NodeChanged):
+                if isinstance(answer, NodesListed | NodeChanged | RoomChanged):
                     yield answer
         finally:
             writer.close()
 
-    async def _ask(self, body: LaunchNode | RemoveNode | ListNodes | AskRoom) -> HostAnswer:
+    async def limit_nodes(self, most: int) -> None:
+        """For people: so many nodes may run on this host from now on. Raises `Rejected`, `Unavailable`."""
+        answer = await self._ask(LimitNodes(most))
+        if isinstance(answer, IntentRefused):
+            raise Rejected(answer.message, code=answer.code)
+
+    async def _ask(self, body: LaunchNode | RemoveNode | ListNodes | AskRoom | LimitNodes) -> HostAnswer:
         data = pack(REQUEST.encode(HostRequest(job_uid=self._job_uid, body=body)))
         try:
             async with asyncio.timeout(CALL_TIMEOUT):

@@ -33,9 +33,14 @@ def this_machine() -> Machine:
 
 
 def room_on(machine: Machine, resource: Resource, living: Sequence[Resource], *, capacity: int) -> NodeRoom:
-    """`living`: sizes of the nodes that run. `capacity`: how many may run at a time, 0 for any number."""
+    """
+    `living`: sizes of the nodes that run. `capacity`: how many may run at a time, 0 for any number. Fewer than run: the others
+    have to go. What else is short is no reason to end nodes that run.
+    """
     check_size(resource, "a question for room")
     bounds: list[tuple[int, str]] = []
+    if capacity and capacity < len(living):
+        return NodeRoom(capacity - len(living), f"{len(living)} nodes run and at most {capacity} may")
     if capacity:
         bounds.append((capacity - len(living), f"{len(living)} of at most {capacity} nodes run"))
     for name, wanted, total, used in (

@@ -11,6 +11,7 @@ import enum
 
 from msgspec import Struct
 
+from dlrover.platforms.base import RoomChanged
 from dlrover.protocol.codec import Codec
 from dlrover.protocol.messages.fleet import LaunchNode, NodeChanged, NodesListed, RemoveNode, Resource
 
@@ -20,7 +21,7 @@ class ListNodes(Struct, tag=True, frozen=True):
 
 
 class WatchNodes(Struct, tag=True, frozen=True):
-    """Answered by one `NodesListed` and then by each `NodeChanged`, until somebody hangs up."""
+    """Answered by one `NodesListed` and then by each `NodeChanged` and `RoomChanged`, until somebody hangs up."""
 
 
 class AskRoom(Struct, tag=True, frozen=True):
@@ -29,9 +30,15 @@ class AskRoom(Struct, tag=True, frozen=True):
     resource: Resource
 
 
+class LimitNodes(Struct, tag=True, frozen=True):
+    """A person says how many nodes may run on this host from now on; 0: as many as are asked for. Nodes that run stay until their job lets them go."""
+
+    most: int
+
+
 class HostRequest(Struct, frozen=True, kw_only=True):
     job_uid: str
-    body: LaunchNode | RemoveNode | ListNodes | WatchNodes | AskRoom
+    body: LaunchNode | RemoveNode | ListNodes | WatchNodes | AskRoom | LimitNodes
 
 
 class Taken(Struct, tag=True, frozen=True):
@@ -56,7 +63,7 @@ class RoomFound(Struct, tag=True, frozen=True):
     reason: str
 
 
-HostAnswer = Taken | IntentRefused | RoomFound | NodesListed | NodeChanged
+HostAnswer = Taken | IntentRefused | RoomFound | NodesListed | NodeChanged | RoomChanged
 
 REQUEST: Codec[HostRequest] = Codec(HostRequest, name="request to the node host")
 ANSWER: Codec[HostAnswer] = Codec(HostAnswer, name="answer of the node host")

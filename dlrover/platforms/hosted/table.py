@@ -27,6 +27,7 @@ from dlrover.host.ownership import peer_credentials
 from dlrover.platforms.base import (
     Intent,
     LaunchNotTaken,
+    RoomChanged,
     StaleMaster,
     check_intent,
     check_same,
@@ -39,6 +40,7 @@ from dlrover.platforms.hosted.messages import (
     HostAnswer,
     HostRequest,
     IntentRefused,
+    LimitNodes,
     ListNodes,
     RefusalKind,
     RoomFound,
@@ -81,7 +83,9 @@ class HostConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     environ: dict[str, str] = {}
     log_dir: str = ""
     capacity: int = 0
-    """How many nodes may run at a time; 0: as many as are asked for."""
+    """How many nodes may run at a time; 0: as many as are asked for. `LimitNodes` changes it."""
+    room: int = 0
+    """How many nodes are offered to those who ask for room, where `capacity` says nothing; 0: as many as fit on the machine."""
     grace: float = 30.0
     """Seconds that nodes have for ending when the host ends."""
     orphan_grace: float = 3.0
@@ -146,6 +150,7 @@ class NodeHost:
         self.cut_off: list[str] = []
         """Names of nodes that were told to end while they wrote checkpoints, and did not end well."""
         self._jobs: dict[str, _Job] = {}
+        self._capacity = config.capacity
         self._is_ending = False
         self._holds_output = False
         self._server: asyncio.Server | None = None
@@ -295,8 +300,8 @@ class NodeHost:
         running = len(self._living())
         if self._is_ending:
             raise LaunchNotTaken(f"{intent.name}: this node host is ending")
-        if self._config.capacity and running >= self._config.capacity:
-            raise LaunchNotTaken(f"{intent.name}: {running} of at most {self._config.capacity} nodes run already")
+        if self._capacity and running >= self._capacity:
+            raise LaunchNotTaken(f"{intent.name}: {running} of at most {self._capacity} nodes run already")
         try:
             self._starter.check(intent, job.number)
         except Unavailable as error:
@@ -306,8 +311,16 @@ class NodeHost:
         if self._is_ending:
             return RoomFound(0, "this node host is ending")
         living = [node.intent.resource for node in self._living()]
-        room = await self._starter.room(resource, living, capacity=self._config.capacity)
+        room = await self._starter.room(resource, living, capacity=self._capacity or self._config.room)
         return RoomFound(*astuple(room))
+
+    def limit_nodes(self, most: int) -> None:
+        """From now on; 0: any number. Nodes that run stay until their job lets them go."""
+        if most < 0:
+            raise Rejected(f"A host cannot have {most} nodes. Give 0 for any number, or the most that may run.")
+        self._capacity = most
+        for job in self._jobs.values():
+            self._notify(job, RoomChanged())
 
     async def _live(self, job: _Job, node: _Node) -> None:
         """From the start of a node's process until nothing of it is left."""
@@ -405,6 +418,9 @@ class NodeHost:
 
     def _tell(self, job: _Job, change: NodeChanged) -> None:
         self._on_change(change)
+        self._notify(job, change)
+
+    def _notify(self, job: _Job, change: NodeChanged | RoomChanged) -> None:
         for watch in tuple(job.watches):
             if watch.queue.qsize() < MAX_UNSENT:
                 watch.queue.put_nowait(change)
@@ -461,6 +477,9 @@ class NodeHost:
         try:
             if isinstance(body, AskRoom):
                 return await self._room(body.resource)
+            if isinstance(body, LimitNodes):
+                self.limit_nodes(body.most)
+                return Taken()
             self.apply(request.job_uid, body)
         except StaleMaster as error:
             newest = self._job(request.job_uid).master_epoch

@@ -29,7 +29,7 @@ class ClusterPhase(enum.StrEnum):
     """The chief builds the model on them and restores the newest checkpoint."""
     TRAINING = "training"
     PARKING = "parking"
-    """The set of servers shall change: chief and workers stop after their step and keep their sessions."""
+    """The set of servers shall change, or the chief wants an exact save: chief and workers stop after their step and keep their sessions."""
     SAVING = "saving"
     """All are parked and the chief writes a checkpoint."""
 
@@ -73,9 +73,13 @@ class ModelRestored(ClusterCommand, tag=True, frozen=True, kw_only=True):
 
 
 class ProcessParked(ClusterCommand, tag=True, frozen=True, kw_only=True):
-    """The process trains no further step until its version ends. All that it read is reported."""
+    """The process trains no further step while its version is parked. All that it read is reported."""
 
     step: int
+
+
+class ParkForSave(ClusterCommand, tag=True, frozen=True, kw_only=True):
+    """The chief wants to save while the others train no step (`exact_saves`): all park, it saves, and they go on in the same version."""
 
 
 class TakeCut(ClusterCommand, tag=True, frozen=True, kw_only=True):
@@ -89,7 +93,7 @@ class ModelSaved(ClusterCommand, tag=True, frozen=True, kw_only=True):
     cut: int = NO_CUT
 
 
-AnyClusterCommand = ServerBound | ModelRestored | ProcessParked | TakeCut | ModelSaved
+AnyClusterCommand = ServerBound | ModelRestored | ProcessParked | ParkForSave | TakeCut | ModelSaved
 
 
 class CutTaken(Struct, tag=True, frozen=True, kw_only=True):
@@ -117,6 +121,8 @@ class VersionView(Struct, tag=True, frozen=True, kw_only=True):
     """That this version began with; None: not yet."""
     saved_step: int = FRESH
     """Of the newest complete checkpoint."""
+    num_parks: int = 0
+    """Counts how often the processes of the job were asked to park: one that is told to park twice in a row parks twice."""
     num_workers: int = 0
     """Workers whose training is not over. The chief saves last when there are none."""
     is_over: bool = False

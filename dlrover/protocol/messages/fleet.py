@@ -234,9 +234,11 @@ class MigrateNode(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class SuspendJob(Struct, tag=True, frozen=True, kw_only=True):
-    """No node is launched any more until the job is resumed; what runs, runs on."""
+    """No node is launched any more until the job is resumed. Running nodes keep running, unless they are released."""
 
     reason: str = ""
+    is_releasing: bool = False
+    """The running nodes save and leave, too. A resumed job goes on from its checkpoint, on new nodes."""
 
 
 class ResumeJob(Struct, tag=True, frozen=True, kw_only=True):

@@ -80,6 +80,13 @@ from dlrover.protocol.messages.kv import AnyKvCommand, AnyKvQuery, KvReply
 from dlrover.protocol.messages.peers import AskPeers, Peers
 from dlrover.protocol.messages.precheck import PreCheckCommand, PreCheckStatus
 from dlrover.protocol.messages.requests import RestartWorkers, SteeringCommand
+from dlrover.protocol.messages.scaling import (
+    JobFacts,
+    OutsideScalingCommand,
+    ScalingCommand,
+    ScalingQuery,
+    ScalingReply,
+)
 from dlrover.protocol.messages.sync import AnySyncCommand, AnySyncQuery, SyncReply
 from dlrover.protocol.messages.watch import (
     Activity,
@@ -417,6 +424,8 @@ class Leave(Struct, tag=True, frozen=True):
 
     reason: str
     exit_code: int = 0
+    is_pause: bool = False
+    """The whole job pauses: workers have their time to end, and what they hold in memory is saved."""
 
 
 class JoinCheck(Struct, tag=True, frozen=True):
@@ -643,6 +652,8 @@ class DeadlineKind(enum.StrEnum):
     GROUP_PENDING = "group-pending"
     TOO_FEW_ALIVE = "too-few-alive"
     PS_WAIT = "ps-wait"
+    SCALING = "scaling"
+    """A brake opens, a probation is over: the size of the job is looked at again."""
 
 
 class DeadlinePassed(Struct, tag=True, frozen=True, kw_only=True):
@@ -686,6 +697,7 @@ Command = (
     | SteeringCommand
     | PreCheckCommand
     | AnyClusterCommand
+    | ScalingCommand
 )
 AgentCommand = (
     Attach
@@ -713,6 +725,7 @@ AgentCommand = (
     | RequestSave
     | SteeringCommand
     | AnyClusterCommand
+    | OutsideScalingCommand
 )
 """What may come from outside. The rest is injected by the master's own shell."""
 
@@ -761,6 +774,7 @@ Query = (
     | AskEvents
     | AskActivity
     | AskCluster
+    | ScalingQuery
 )
 
 
@@ -790,11 +804,13 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """In the newest world; -1: it is not a member."""
     local_world_size: int = 0
     """Workers that it runs in the newest world."""
+    slot: str = ""
+    """Type and rank in a parameter-server job, for example ps-1; empty: a worker or a standby, by its node rank."""
 
     @property
     def label(self) -> str:
         """By which people name it."""
-        return f"{self.status if self.status == STANDBY else 'worker'}-{self.node_rank}"
+        return self.slot or f"{self.status if self.status == STANDBY else 'worker'}-{self.node_rank}"
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):
@@ -842,6 +858,8 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     pre_check: PreCheckStatus = PreCheckStatus()
     datasets: tuple[DatasetState, ...] = ()
     """Of dynamic sharding, in the order of their registration; without the partitions of streams."""
+    cluster: VersionView | None = None
+    """Of a parameter-server job."""
     left_out: LeftOut = LeftOut()
     """Nodes that are not in here, because the job has more of them than one message can carry."""
     blocked: str = ""
@@ -875,6 +893,7 @@ Reply = (
     | Activity
     | CutTaken
     | VersionView
+    | ScalingReply
 )
 
 
@@ -948,6 +967,7 @@ WorkerOrder = (
     | RestartJob
     | RestartWorkers
     | StopJob
+    | JobFacts
 )
 """Commands about the whole job, of scripts that direct it."""
 WorkerNews = NodeEvent | SampleTaken

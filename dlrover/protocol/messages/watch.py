@@ -92,6 +92,19 @@ class Reach(Struct, frozen=True, kw_only=True):
     """The script counts its steps from 0 again, in each epoch for example: they cannot be compared with those of other lives."""
 
 
+class StepShape(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step of a worker consists of, as far as the libraries in it know."""
+
+    micro_batch: int = 0
+    """Records of one forward pass; 0: unknown."""
+    accumulation: int = 1
+    """Forward passes of one step."""
+    total_batch: int = 0
+    """Records of all workers in one step, where that number is the same for any number of workers; 0: it is not."""
+    loader_workers: int = -1
+    """Processes that read ahead for the worker; -1: unknown."""
+
+
 class WorkerProgress(Struct, frozen=True, kw_only=True):
     local_rank: int
     global_rank: int
@@ -109,6 +122,11 @@ class WorkerProgress(Struct, frozen=True, kw_only=True):
     """Of these, the ones in which nothing was saved or evaluated; 0 where nobody tells them apart."""
     plain_seconds: float = 0.0
     """Computing time in the plain steps."""
+    num_timed_steps: int = 0
+    """Whole steps since the worker started."""
+    timed_seconds: float = 0.0
+    """All the time of these, waits included, but for saving and evaluating."""
+    shape: StepShape = StepShape()
     phase: Phase = Phase.START
     phase_seconds: float = 0.0
     """How long it has been in this phase."""

@@ -186,7 +186,7 @@ def _power_loss(sim: Simulation, fault: Fault) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
-    sim.ledger.fail_node(node.fleet_rank)
+    sim.ledger.fail_node(node.fleet_rank, node.node_type)
     node.is_power_lost = True
     sim.machines.lose(node, is_seen=False)
     return True
@@ -204,7 +204,7 @@ def _stand_still(sim: Simulation, fault: Fault, duration: int) -> bool:
     agent = _agent(sim, fault)
     if agent is None or not agent.sleep.begin():
         return False
-    sim.ledger.fail_node(agent.node.fleet_rank)
+    sim.ledger.fail_node(agent.node.fleet_rank, agent.node.node_type)
     sim.troubles.pass_by(duration, agent.sleep.end)
     return True
 
@@ -379,8 +379,9 @@ def _exchange(sim: Simulation, fault: Fault) -> bool:
 
 
 def _suspension(sim: Simulation, fault: Fault) -> bool:
-    """Somebody wants no more nodes to be launched for a while."""
-    return _cloud(sim) is not None and sim.people.suspend(fault.between(5.0, 1500.0))
+    """Somebody wants no more nodes to be launched for a while, and sometimes those that run, too."""
+    is_releasing = fault.pick % 2 == 0
+    return _cloud(sim) is not None and sim.people.suspend(fault.between(5.0, 1500.0), is_releasing=is_releasing)
 
 
 def _watch_breaks(sim: Simulation, fault: Fault) -> bool:

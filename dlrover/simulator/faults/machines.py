@@ -100,7 +100,8 @@ class Machines:
     def cut_off(self, node: VirtualNode, *, up: bool, down: bool, duration: int, is_deep: bool) -> None:
         """Hold what the node and the master say to each other. Deep: its workers are cut off from their peers, too."""
         sim, link, agent = self._sim, node.link, node.agent
-        sim.ledger.fail_node(node.fleet_rank)
+        sim.ledger.fail_node(node.fleet_rank, node.node_type)
+        node.num_deep_cuts += is_deep
         link.num_cuts_up += up
         link.num_cuts_down += down
         coordinator = None
@@ -115,6 +116,7 @@ class Machines:
                 sim.events.after(span(sim.chance.nodes, 10.0, 120.0), self._time_out, node, coordinator)
 
         def heal() -> None:
+            node.num_deep_cuts -= is_deep
             link.num_cuts_up -= up
             link.num_cuts_down -= down
             node.disturbed_at = sim.events.now

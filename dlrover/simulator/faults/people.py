@@ -21,6 +21,7 @@ from dlrover.protocol.messages.fleet import (
     ScaleReplicas,
     SuspendJob,
 )
+from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import Command, Query
 from dlrover.simulator.nodes.cloud import VirtualCloud
 from dlrover.simulator.truth.invariants import Violation
@@ -84,14 +85,14 @@ class People:
 
     # What they ask until they are answered.
 
-    def suspend(self, duration: int) -> bool:
+    def suspend(self, duration: int, *, is_releasing: bool) -> bool:
         sim = self._sim
         if self.want_pause or sim.ended_at is not None or sim.masters.listening() is None:
             return False
         self.want_pause = True
-        self._ask(SuspendJob(reason="somebody needs the machines"))
-        # What runs, runs on: so a suspension alone does not excuse a job that stands still.
-        sim.troubles.pass_by(duration, self._let_go_on, is_trouble=False)
+        self._ask(SuspendJob(reason="somebody needs the machines", is_releasing=is_releasing))
+        # Nodes that are not released keep running: then a suspension does not excuse a job that stands still.
+        sim.troubles.pass_by(duration, self._let_go_on, is_trouble=is_releasing)
         return True
 
     def _let_go_on(self) -> None:
@@ -112,10 +113,16 @@ class People:
         sim.events.after(ASK_AGAIN, self._try, question)
 
     def answered(self, command: Command | Query, code: str | None = None) -> None:
-        """By a master whose answer is durable. Refused as it is so already, or because nobody has defined the fleet yet."""
+        """By a master whose answer is durable. Refused as it is so already, or because nobody has defined the fleet yet.
+
+        A job that cannot release its nodes is asked to launch no more, which none refuses.
+        """
         if command is not self._question or code == ErrorCode.NO_PLATFORM:
             return
         self._question = None
+        if isinstance(command, SuspendJob) and command.is_releasing and code is not None:
+            self._ask(SuspendJob(reason=command.reason))
+            return
         if isinstance(command, SuspendJob):
             self.is_paused = True
             return
@@ -129,7 +136,9 @@ class People:
             self._ask(SuspendJob(reason="somebody still needs the machines"))
 
     def has_just_resumed(self) -> bool:
-        return self._resumed_at is not None and self._sim.events.now - self._resumed_at < NEW_PATIENCE
+        """Too short ago for anybody's patience, which began anew: the job's own for a round, a moment before we heard of it."""
+        patience = min(NEW_PATIENCE, micros(self._sim.shape.join_timeout) - SECOND)
+        return self._resumed_at is not None and self._sim.events.now - self._resumed_at < patience
 
     def check_launch(self, launch: LaunchNode) -> None:
         if self.is_paused:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dlrover.core.outcome import Origin
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.messages.checkpoint import AwaitSaveDuties
+from dlrover.protocol.messages.cluster import AskCluster
 from dlrover.protocol.messages.frames import Refusal, Request
 from dlrover.protocol.messages.job import MAX_REQUESTS_IN_WORK, Attach, Command, MasterStarted, Query
 from dlrover.protocol.messages.kv import KvQuery
@@ -70,7 +71,7 @@ class VirtualInbox:
         if line.node is None or line.incarnation is None:
             self._master.send(line, Refusal(id=request.id, code=ErrorCode.NOT_ATTACHED, message=""))
             return
-        if isinstance(body, KvQuery | SyncQuery | AwaitSaveDuties):
+        if isinstance(body, KvQuery | SyncQuery | AwaitSaveDuties | AskCluster):
             self._offer(VirtualWork(body, line, None, request.id))
             return
         assert not isinstance(body, MasterStarted), "agents send no such command"

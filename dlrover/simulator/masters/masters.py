@@ -165,6 +165,7 @@ class Masters:
         sim.saves.journal_lost()
         sim.syncs.journal_lost()
         sim.people.journal_lost()
+        sim.scaling.journal_lost()
         sim.ledger.journal_lost()
         sim.machines.journal_lost()
         return True

@@ -10,6 +10,7 @@ from dlrover.core.commit_order import RecordBatch
 from dlrover.core.job import Job
 from dlrover.core.membership.rendezvous import NUM_USED_OFFERS
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.cluster import ModelRestored
 from dlrover.protocol.messages.data import RestoreAgreed
 from dlrover.protocol.messages.job import (
     Command,
@@ -56,6 +57,9 @@ def stage(sim: Simulation, master: VirtualMaster, work: VirtualWork, now: Micros
         has_joined=is_joined(state.rendezvous, command),
     )
     is_new_model = isinstance(command, RestoreAgreed) and command.round not in state.data.restored
+    is_new_model |= (
+        isinstance(command, ModelRestored) and state.cluster is not None and state.cluster.restored_step is None
+    )
     try:
         ticket = master.sequence.stage(command, now, origin)
     except Rejected as error:
@@ -122,6 +126,8 @@ def release(sim: Simulation, master: VirtualMaster, batch: RecordBatch | None) -
     if batch is None:
         return
     _note_world(sim, job)
+    if sim.tasks is not None:
+        sim.tasks.released(job)
     _follow_limits(sim, job)
     for one in batch.released:
         for effect in one.outcome.effects:

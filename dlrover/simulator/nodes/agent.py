@@ -36,6 +36,7 @@ from dlrover.agent.decisions.departure import Departure
 from dlrover.agent.decisions.strategies import FailoverStrategy, told_after
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.messages.check import ExitClass
+from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.frames import Request
 from dlrover.protocol.messages.job import (
     AgentCommand,
@@ -94,10 +95,13 @@ class VirtualNode:
         self.platform_id = PlatformId(-1)
         """What the platform knows it by; -1: nobody brought it."""
         self.fleet_rank = -1
+        self.node_type = NodeType.WORKER
         self.breakage: ExitClass | None = None
         """How a node check fails on it; None: it does not."""
         self.is_sluggish = False
         """Slow in a node check."""
+        self.num_deep_cuts = 0
+        """Its processes cannot reach those of others."""
         self.exit_code: int | None = None
         """Of an agent that ended by itself."""
         self.disturbed_at = 0
@@ -135,6 +139,7 @@ class VirtualAgent:
             node_rank=None if node.rank is None else NodeRank(node.rank),
             life=self.life,
             platform_node=node.platform_id,
+            node_type=node.node_type,
         )
         shape = simulation.shape
         self.is_warm = not shape.has_warm_up
@@ -267,7 +272,7 @@ class VirtualAgent:
             return
         (strategy,) = self.sim.chance.nodes.choices(list(FailoverStrategy), STRATEGY_WEIGHTS)
         if strategy is FailoverStrategy.NODE_FAILOVER:
-            self.sim.ledger.fail_node(self.node.fleet_rank)
+            self.sim.ledger.fail_node(self.node.fleet_rank, self.node.node_type)
         self.sim.ledger.num_aborted += strategy is FailoverStrategy.ABORTION_FAILOVER
         self.do(self.decisions.decided(told_after(report, strategy)))
 

@@ -27,6 +27,7 @@ from dlrover.protocol.messages.fleet import (
     exit_reason_of,
 )
 from dlrover.protocol.messages.job import Command, PlatformId, Query
+from dlrover.protocol.messages.scaling import DefineScaling
 from dlrover.simulator.nodes.agent import VirtualAgent, VirtualNode
 from dlrover.simulator.nodes.platform import REFUSAL_PAUSE, NodeSource, draw_health
 from dlrover.simulator.truth.invariants import Violation
@@ -79,7 +80,7 @@ class CloudNode:
     def is_alone(self) -> bool:
         """It runs, without an agent, and is well."""
         is_there = self.phase is NodePhase.RUNNING and not self.is_going and not self.has_ended
-        return is_there and self.launch.node_type is not NodeType.WORKER
+        return is_there and self.launch.node_type is not NodeType.WORKER and self.node is None
 
     def shown(self) -> PlatformNode:
         launch = self.launch
@@ -140,17 +141,22 @@ class VirtualCloud(NodeSource):
         return num_moving + num_open + self._num_words + self._num_calls
 
     def begin(self) -> None:
-        self.sim.agentless.begin(self)
+        if self.sim.tasks is None:
+            self.sim.agentless.begin(self)
 
     # The driver.
 
     def serve(self, master: VirtualMaster) -> None:
         """A master has begun."""
         driver = self.driver = CloudDriver(master, self.sim.events.now)
+        if self.sim.shape.scaling is not None:
+            self._say(driver, DefineScaling(terms=self.sim.shape.scaling))
         self._say(driver, DefineFleet(spec=self.spec))
         self._watch_soon(driver, 0.0, 1.0)
 
-    def _say(self, driver: CloudDriver, word: DefineFleet | NodesListed | NodeChanged | LaunchRefused) -> None:
+    def _say(
+        self, driver: CloudDriver, word: DefineScaling | DefineFleet | NodesListed | NodeChanged | LaunchRefused
+    ) -> None:
         driver.master.hear(word)
 
     def word_lost(self, master: VirtualMaster, word: Command | Query) -> None:
@@ -158,7 +164,7 @@ class VirtualCloud(NodeSource):
         driver = self.driver
         if driver is None or driver.master is not master:
             return
-        if isinstance(word, DefineFleet):
+        if isinstance(word, DefineScaling | DefineFleet):
             self.sim.events.after(SECOND, self._say, driver, word)
             self._watch_soon(driver, 1.0, 2.0)
         elif isinstance(word, NodesListed | NodeChanged | LaunchRefused):
@@ -171,6 +177,8 @@ class VirtualCloud(NodeSource):
         if isinstance(intent, RemoveNode):
             if intent.id not in self.asked_to_remove:
                 self.sim.agentless.check_removal(self.nodes.get(intent.id))
+                if self.sim.tasks is not None:
+                    self.sim.tasks.check_removal(intent)
             self.sim.events.after(HEARD, self._check_heard, intent.id, self.sim.events.now)
             self.asked_to_remove[intent.id] = None
         else:
@@ -310,13 +318,13 @@ class VirtualCloud(NodeSource):
             return
         cloud_node.phase = NodePhase.RUNNING
         self.started[launch.id] = None
-        if launch.node_type is not NodeType.WORKER:
+        if launch.node_type is not NodeType.WORKER and not self.sim.shape.has_tasks:
             self.sim.troubles.add()
             self.sim.note(f"{launch.name} runs, rank {launch.rank}")
             self._changed(cloud_node, NodeEventKind.MODIFIED)
             return
         node = VirtualNode(self.sim.machines.num_launches, launch.rank if self.sim.shape.has_fixed_ranks else None)
-        node.platform_id, node.fleet_rank = launch.id, launch.rank
+        node.platform_id, node.fleet_rank, node.node_type = launch.id, launch.rank, launch.node_type
         cloud_node.node = node
         draw_health(self.sim, node)
         self.sim.machines.add(node)
@@ -333,7 +341,7 @@ class VirtualCloud(NodeSource):
         if lost.exit_code is not None:
             reason = exit_reason_of(lost.exit_code)
             if reason not in (NodeExit.SUCCEEDED, NodeExit.KILLED):
-                self.sim.ledger.fail_node(lost.fleet_rank)
+                self.sim.ledger.fail_node(lost.fleet_rank, lost.node_type)
             self.sim.events.after(span(chance, *NOTICED), self._end, node, reason, lost.exit_code)
         elif lost.is_power_lost and chance.random() > EVICTED_ODDS:
             self.sim.events.after(span(chance, *POWER_NOTICED), self._end, node, NodeExit.HARDWARE, None)

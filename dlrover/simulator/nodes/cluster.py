@@ -67,6 +67,7 @@ class VirtualCluster(VirtualCloud):
         """So long the master sleeps, and is followed, between the next entry and what follows it."""
         self.num_conflicts = 0
         self.num_late_creates = 0
+        self._created: dict[PlatformId, None] = {}
 
     # From an intent to a request.
 
@@ -141,7 +142,9 @@ class VirtualCluster(VirtualCloud):
             return "exceeded quota"
         if self.ledger.span_of(intent.id) is None:
             raise Violation("pods", f"{intent.name} is created, and the ledger does not know its id")
-        if intent.id in self.asked_to_remove or intent.master_epoch < self.ledger.epoch:
+        is_repeated = intent.id in self._created
+        self._created[intent.id] = None
+        if intent.id in self.asked_to_remove or intent.master_epoch < self.ledger.epoch or is_repeated:
             self._late_create(intent)
         else:
             self._check_single(intent)
@@ -246,7 +249,7 @@ class VirtualCluster(VirtualCloud):
         else:
             reason = exit_reason_of(lost.exit_code)
             if reason not in (NodeExit.SUCCEEDED, NodeExit.KILLED):
-                self.sim.ledger.fail_node(lost.fleet_rank)
+                self.sim.ledger.fail_node(lost.fleet_rank, lost.node_type)
             events.after(span(chance, *NOTICED), self._end, node, reason, lost.exit_code)
 
     def _delete_silent(self, node: CloudNode) -> None:
@@ -286,8 +289,8 @@ class VirtualCluster(VirtualCloud):
 
     def _late_create(self, intent: LaunchNode) -> None:
         """
-        It was removed, or its master followed, while its create was under way. Whoever runs the job now finds the node, and
-        either wants it or removes it.
+        It was removed, or its master followed, while its create was under way; or the answer to a first create was lost, and the
+        pod was evicted before the second. Whoever runs the job now finds the node, and either wants it or removes it.
         """
         self.num_late_creates += 1
         self.sim.events.after(micros(UNWANTED), self._check_unwanted, intent.id, self.sim.events.now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlrover.protocol.messages.cluster import ClusterCommand
 from dlrover.protocol.messages.frames import Answer, Refusal, Request
 from dlrover.protocol.messages.job import AgentCommand, Query
 from dlrover.simulator.faults.network import VirtualStream
@@ -81,6 +82,8 @@ class VirtualOutbox:
                 sim.store.read(query, body)
                 sim.saves.read(agent, query, body)
                 sim.syncs.read(agent, query, body)
+                if sim.tasks is not None:
+                    sim.tasks.read(query, body)
             return
         command = self._waiting.get(number)
         is_known = connection.master.journal is sim.masters.journal  # else it was lost meanwhile, and this with it
@@ -103,7 +106,7 @@ class VirtualOutbox:
             self._questions.pop(number, None)  # nobody has set it yet
         else:
             command = self._waiting.pop(number, None)
-            if self._sim.data is not None and is_of_data(command):
+            if self._sim.data is not None and (is_of_data(command) or isinstance(command, ClusterCommand)):
                 self._sim.data.refused(self._agent, number)
             elif not self._agent.leaving.heard(number) and command is not None:
                 self._agent.mend(command, refusal.code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dlrover.agent.decisions.last_breath import DEATHS
 from dlrover.protocol.messages.job import (
     FailureKind,
     Micros,
@@ -103,7 +104,8 @@ class Workers:
     def _begin_start(self, world: WorldSpec) -> None:
         costs, chance = self._sim.shape.costs, self._sim.chance.nodes
         group = self.group = VirtualGroup(world, self._sim.events.now)
-        worlds.workers_starting(self._sim, self._agent, world)
+        if world.task is None:
+            worlds.workers_starting(self._sim, self._agent, world)
         is_cold = not self._num_groups and not self._sim.shape.has_warm_up
         low, high = costs.first_start if is_cold else costs.worker_start
         self._num_groups += 1
@@ -114,6 +116,10 @@ class Workers:
         if self.group is not group or group.is_stopping or self._agent.sleep.puts_off(self._end_start, group):
             return
         group.is_up = True
+        if group.world.task is not None:
+            assert self._sim.tasks is not None, "of a job without servers"
+            self._sim.tasks.started(self._agent, group)
+            return
         if group.world.first_global_rank == 0 and self._sim.troubles.is_port_taken():
             self.fail(FailureKind.PORT_TAKEN)
             return
@@ -168,6 +174,8 @@ class Workers:
         self._target, self._cause = None, StopCause.FAILURE
         self._is_patient = self._may_be_mistaken()
         self._report(group, kind, traceback)
+        if kind in DEATHS:
+            self._sim.breaths.failed(group, is_local=kind is not FailureKind.PEER_LOST)
         self._begin_stop(group, kind)
         return True
 

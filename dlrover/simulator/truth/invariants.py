@@ -56,6 +56,7 @@ from dlrover.protocol.messages.job import (
     Run,
     StopJob,
 )
+from dlrover.protocol.messages.scaling import DefineScaling, RoomSeen, RunMeasured
 from dlrover.simulator.shapes import Shape
 from dlrover.simulator.virtual_time import SECOND
 
@@ -69,13 +70,16 @@ last call, and a slow node may need a hundred to start its workers; the rest is 
 
 FLEET_EXTRA = 240 * SECOND
 """With a fleet: until a list shows what nobody told."""
+TASK_EXTRA = 2400 * SECOND
+"""With parameter servers: a slow restore and a slow step on the way to the next version, and the patience with each of them."""
 CHECK_EXTRA = 600 * SECOND
 """With a node check: several phases, of which each may have to wait for somebody who does not come."""
 
 
 def bound_of(shape: Shape) -> int:
     fleet = FLEET_EXTRA if shape.fleet is not None else 0
-    return BOUND + fleet + (CHECK_EXTRA if shape.check is not None else 0)
+    tasks = TASK_EXTRA if shape.has_tasks else 0
+    return BOUND + fleet + tasks + (CHECK_EXTRA if shape.check is not None else 0)
 
 
 class Violation(Exception):
@@ -120,6 +124,9 @@ _OF_NO_NODE = (
     RestartJob,
     ScaleJob,
     DefineFleet,
+    DefineScaling,
+    RunMeasured,
+    RoomSeen,
     NodesListed,
     NodeChanged,
     LaunchRefused,
@@ -160,7 +167,7 @@ def _new_world_is_right(sim: Simulation, job: Job, touched: Touched) -> str | No
     if rdzv.round == touched.round or rdzv.world is None:
         return None
     assert state.terms is not None, "a world without terms"
-    limits, members = state.terms.limits, rdzv.world.members
+    limits, members = state.limits, rdzv.world.members
     if rdzv.round < touched.round:
         return f"round {rdzv.round} follows round {touched.round}"
     if not limits.min_nodes <= len(members) <= limits.max_nodes or len(members) % limits.node_unit:
@@ -277,6 +284,8 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
     if is_impatient and not job.state.rendezvous.finished and (sim.people.is_paused or sim.people.has_just_resumed()):
         return f"the time in which the job was suspended counts: {end.message}"
     match end.reason:
+        case ExitReason.COMPLETED if sim.tasks is not None:
+            return None  # whether all is read and in the model is asked at the end
         case ExitReason.COMPLETED:
             if sim.training.best_step < sim.shape.num_steps:
                 return f"the job completed at step {sim.training.best_step} of {sim.shape.num_steps}"
@@ -301,6 +310,10 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
                 return f"no node was lost and none had failed: {end.message}"
         case ExitReason.STOPPED_BY_USER:
             return None if sim.ledger.num_aborted else f"nobody stopped the job: {end.message}"
+        case _ if end.first_failure is not None and sim.tasks is not None:
+            limit = policy.max_without_progress if policy.max_restarts is None else policy.max_restarts
+            if sum(charged.values()) <= limit:
+                return f"processes failed {sum(charged.values())} times: {end.message}"
         case _ if end.first_failure is not None:
             rank = end.first_failure.node_rank
             if policy.max_restarts is not None and end.reason is not ExitReason.WORKER_ERROR:
@@ -324,6 +337,8 @@ def _states_agree_with_wishes(sim: Simulation, job: Job) -> str | None:
 
 
 def _one_world_is_active(sim: Simulation, job: Job) -> str | None:
+    if sim.tasks is not None:
+        return None  # each process of a cluster has a start of its own
     running = [node.desired.wish.world for node in job.state.nodes.live.values() if isinstance(node.desired.wish, Run)]
     if len({(world.round, world.coordinator) for world in running}) > 1:
         return f"two worlds are active: {sorted({world.round for world in running})}"
@@ -334,6 +349,8 @@ def _one_world_is_active(sim: Simulation, job: Job) -> str | None:
 
 def _each_node_has_one_place(sim: Simulation, job: Job) -> str | None:
     state, nodes, rdzv = job.state, job.state.nodes, job.state.rendezvous
+    if sim.tasks is not None:
+        return None  # nobody meets in a cluster
     if {node.rank: node.id for node in nodes.live.values()} != nodes.holders:
         return "the ranks are not those of the live nodes"
     if state.end is not None:
@@ -411,7 +428,15 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
 
 def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
     is_settled = job.end is None and sim.troubles.calm_for() > sim.bound and not sim.people.want_pause
+    if sim.tasks is not None:
+        fleet = job.state.fleet
+        is_open = is_settled and fleet is not None and (fleet.servers.is_changed or fleet.servers.dropped)
+        return "the parameter servers that shall be used never were" if is_open else None
     return sim.agentless.check_calm(job) if is_settled else None
+
+
+def _phases_have_an_end(sim: Simulation, job: Job) -> str | None:
+    return None if sim.tasks is None else sim.tasks.check_patience(job)
 
 
 def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
@@ -452,11 +477,14 @@ IN_FULL: list[tuple[str, Check]] = [
     ("I8", _agents_give_up),
     ("fleet", _intents_are_done),
     ("servers", _servers_are_settled),
+    ("cluster", _phases_have_an_end),
     ("I8", _calm_brings_progress),
 ]
 
 
 def check_command(sim: Simulation, job: Job, touched: Touched) -> None:
+    if sim.shape.scaling is not None and (broken := sim.scaling.check(job, touched.command)) is not None:
+        raise Violation(*broken)
     for invariant, check in AFTER_COMMAND:
         if (sentence := check(sim, job, touched)) is not None:
             raise Violation(invariant, sentence)

@@ -62,7 +62,7 @@ class Ledger:
     def charge(self, agent: VirtualAgent) -> None:
         self.chargeable[agent.rank] = self.chargeable.get(agent.rank, 0) + 1
         self._of_processes[agent.life] = self._of_processes.get(agent.life, 0) + 1
-        self.fail_node(agent.node.fleet_rank)
+        self.fail_node(agent.node.fleet_rank, agent.node.node_type)
 
     def rename(self, agent: VirtualAgent) -> None:
         """A master without its journal knows the process by another rank, and may hear of its failures only now."""

@@ -144,8 +144,8 @@ class SaveTraffic:
             )
             return
         self._committed[duty.attempt] = None
-        if self._sim.data is not None:
-            self._sim.data.persisted(duty.attempt, duty.data_state)
+        if self._sim.reading is not None:
+            self._sim.reading.persisted(duty.attempt, duty.data_state)
         agent.outbox.tell(
             CheckpointCommitted(
                 node=node, incarnation=incarnation, directory=DIRECTORY, attempt=duty.attempt, step=duty.step

@@ -65,6 +65,8 @@ class Training:
         """Of the newest memory snapshots."""
         self.holders: dict[int, None] = {}
         """Launches whose memory holds the state of `resume_step`."""
+        self.num_updates = 0
+        """Of variables of parameter servers, ever: nothing of them is a world."""
         self.num_lost_steps = 0
         self.turns: list[tuple[int, int, int]] = []
         """(when, step, nodes) at each begin and end of a world."""
@@ -74,7 +76,7 @@ class Training:
         key = spec.coordinator
         world = self.worlds.get(key)
         if world is None:
-            pace = micros(self._shape.costs.step * self._shape.max_nodes / spec.group_world_size)
+            pace = micros(self._shape.step_time(spec.group_world_size))
             world = self.worlds[key] = RunningWorld(spec.round, spec.group_world_size, max(1, pace))
         world.started[launch] = None
         if len(world.started) == world.size and not world.is_over:
@@ -173,4 +175,4 @@ class Training:
     def progress(self) -> int:
         """The greatest step that any world has reached up to now."""
         steps = [self.step(key) or 0 for key in self.worlds]
-        return max([self.best_step, *steps])
+        return max([self.best_step, self.num_updates, *steps])

@@ -70,8 +70,8 @@ def workers_ended(sim: Simulation, agent: VirtualAgent, group: VirtualGroup, kin
 def began(sim: Simulation, coordinator: str) -> None:
     """An older world that still trains does so unheard, and not for ever."""
     sim.troubles.world_began()
-    if sim.data is not None:
-        sim.data.world_began(coordinator)
+    if sim.reading is not None:
+        sim.reading.world_began(coordinator)
     others = [each for each in sim.training.worlds if each != coordinator and sim.training.is_training(each)]
     for world in [*others, coordinator] if others else []:  # who wakes up late may be the older one
         sim.events.after(OVERLAP, _check_overlap, sim, world)

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -46,6 +47,8 @@ _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _KEPT_CHARACTERS = 8 * 1024
 """Of either end of what an exception says in the error file. Some name every weight of a model, and it stands there twice."""
 
+_STARTERS = ("dlrover.trainer", "dlrover.trainer.entry.local_entry")
+"""Modules that know by themselves what a process of a parameter-server job does."""
 _MOST_CHAINED = 64
 """Exceptions that led to one another; loops of a thousand retries chain theirs."""
 
@@ -249,9 +252,12 @@ def run(kind: str, target: str, args: Sequence[str]) -> None:
     module = types.ModuleType("__main__")
     module.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = module
-    worker_hooks.install(environment.read(os.environ))
+    where = environment.read(os.environ)
+    worker_hooks.install(where)
     stderr = _identity(2)
     try:
+        if where is not None and where.task_type and not (kind == "module" and target in _STARTERS):
+            _join_cluster()
         match kind:
             case "script":
                 _run_script(module, target, args)
@@ -274,6 +280,12 @@ def run(kind: str, target: str, args: Sequence[str]) -> None:
     # Not inside the handler: what a hook raises would be shown as raised "during handling" of the first.
     if uncaught is not None:
         _end_badly(uncaught, stderr)
+
+
+def _join_cluster() -> None:
+    """A script of the user's own in a parameter-server job: it finds what TensorFlow's programs expect, or, on a server, never runs."""
+    if importlib.util.find_spec("tensorflow") is not None:
+        importlib.import_module("dlrover.trainer.tensorflow.process").prepare_script()
 
 
 def _end_badly(error: BaseException, stderr: tuple[int, ...]) -> NoReturn:

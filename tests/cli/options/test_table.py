@@ -265,7 +265,7 @@ def test_a_bad_command_line_is_answered_with_what_is_wrong(
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--auto-tuning"], ["--auto_tunning"], ["--numa-affinity"], ["--membind-policy",
+        ["--numa-affinity"], ["--membind-policy",
         "bind"], ["--training-port", "6"], ["--ucp_device_type", "cuda"],
         ["--numa-binding", "node"], ["--logs-specs", "mine"], ["--event-log-handler", "mine"],
     ],

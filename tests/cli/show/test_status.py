@@ -9,7 +9,9 @@ from rich.console import Console
 
 from dlrover.cli.node_names import find_node
 from dlrover.cli.show.status import show
+from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.checkpoint import CheckpointStatus, CheckpointTrouble, CommittedCheckpoint
+from dlrover.protocol.messages.cluster import ClusterPhase, VersionView
 from dlrover.protocol.messages.data import DatasetSpec, DatasetState
 from dlrover.protocol.messages.fleet import FleetNodeStatus, NodeExit, NodePhase, NodeType
 from dlrover.protocol.messages.job import (
@@ -184,3 +186,32 @@ def test_the_reading_of_data_is_shown() -> None:
     assert "data clicks (training): epoch 2 of 2, 620 of 1000 (62 %) records read, 2 records/s, 5 s ago" in text
     assert "about 3 min left, 20 held by 2 workers" in text
     assert "UNREADABLE, set aside: records 0 to 10 of epoch 0: broken" in text
+
+
+def test_nodes_of_a_parameter_server_job_are_called_by_type_and_rank() -> None:
+    nodes = tuple(
+        NodeStatus(
+            node=NodeId(number),
+            node_rank=NodeRank(number),
+            incarnation=Incarnation(1),
+            host="here",
+            status="alive",
+            wish="run",
+            slot=slot,
+        )
+        for number, slot in enumerate(("chief-0", "ps-1", "worker-0"))
+    )
+    view = VersionView(version=3, phase=ClusterPhase.TRAINING, servers=("a:1", "b:2"), restored_step=40, saved_step=60)
+    status = a_status(nodes=nodes, cluster=view, fleet=())
+    output = io.StringIO()
+    show(status, Console(file=output, width=200))
+    for slot in ("chief-0", "ps-1", "worker-0"):
+        assert slot in output.getvalue()
+    assert "worker-1" not in output.getvalue(), "the place of an agent is no rank"
+    assert (
+        "cluster: version 3, training, 2 parameter servers, began with step 40, step 60 is saved" in output.getvalue()
+    )
+    assert find_node(status, "ps-1").node == 1
+    assert find_node(status, "worker-0").node == 2
+    with pytest.raises(ConfigError, match="no such node"):
+        find_node(status, "worker-1")

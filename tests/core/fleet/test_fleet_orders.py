@@ -320,6 +320,98 @@ class TestSuspension:
         assert refused.value.code == "job-ended"
 
 
+class TestRelease:
+    """A suspension that lets the running nodes save and go."""
+
+    def test_all_nodes_save_and_leave_and_a_resumed_job_gets_new_ones(self) -> None:
+        scene = FleetScene.of(3, 2).train(0, 1, 2)
+        scene.do(SuspendJob(reason="quota", is_releasing=True))
+        assert scene.job.stage is Stage.SUSPENDED
+        for name in ("n0", "n1", "n2"):
+            wish = scene.wish(name)
+            assert isinstance(wish, Leave), f"{name} shall {wish}"
+            assert wish.is_pause, "its workers have their time to end, and what they hold is saved"
+            assert wish.exit_code == 0
+        assert scene.removed == [], "a node is removed when its agent has left"
+        for name in ("n0", "n1", "n2"):
+            scene.leave(name, LeaveReason.DISMISSED)
+        assert (scene.removed, scene.launched) == ([0, 1, 2], [0, 1, 2])
+        assert scene.job.end is None
+        scene.tick(100_000)
+        assert scene.job.end is None, "time in suspension is no waiting time"
+        scene.do(ResumeJob())
+        assert scene.launched == [0, 1, 2, 3, 4, 5]
+        assert [scene.launches[id_].rank for id_ in (3, 4, 5)] == [0, 1, 2]
+        scene.train(3, 4, 5)
+        assert scene.world("n4").group_world_size == 3
+        assert scene.job.stage is Stage.RUNNING
+        workers = scene.fleet.workers
+        assert not workers.spent, "a suspension uses no budget up"
+        assert not workers.evictions
+
+    def test_nodes_without_an_agent_are_removed_by_the_platform(self) -> None:
+        scene = FleetScene.of(2, 1).train(0)
+        scene.do(SuspendJob(is_releasing=True))
+        assert scene.removed == [1]
+        scene.leave("n0", LeaveReason.DISMISSED)
+        assert scene.removed == [1, 0]
+        scene.do(ResumeJob())
+        assert scene.launched == [0, 1, 2, 3]
+
+    def test_a_node_that_crashes_on_its_way_out_is_not_replaced(self) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        scene.do(SuspendJob(is_releasing=True))
+        scene.show(0, FAILED, exit_code=1)
+        scene.vanish(1)
+        assert scene.launched == [0, 1]
+        assert scene.job.end is None
+
+    def test_a_plain_suspension_can_release_later_and_a_new_master_keeps_it(self) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        scene.do(SuspendJob())
+        scene.do(SuspendJob(is_releasing=True))
+        with pytest.raises(Rejected, match="suspended already"):
+            scene.do(SuspendJob(is_releasing=True))
+        for name in ("n0", "n1"):
+            scene.leave(name, LeaveReason.DISMISSED)
+        scene.restart_master().list()
+        assert scene.launched == [0, 1]
+        assert scene.fleet.is_released
+        scene.do(ResumeJob())
+        assert scene.launched == [0, 1, 2, 3]
+
+    def test_a_released_job_can_be_scaled_and_stopped(self) -> None:
+        scene = FleetScene.of(2, 1).train(0, 1)
+        scene.do(SuspendJob(is_releasing=True))
+        for name in ("n0", "n1"):
+            scene.leave(name, LeaveReason.DISMISSED)
+        scene.do(ScaleJob(min_nodes=1, max_nodes=3))
+        assert scene.launched == [0, 1]
+        scene.do(ResumeJob())
+        assert scene.launched == [0, 1, 2, 3, 4]
+        scene.do(SuspendJob(is_releasing=True))
+        scene.stop()
+        assert scene.end.reason is ExitReason.STOPPED_BY_USER
+        assert sorted(scene.removed) == [0, 1, 2, 3, 4]
+
+    def test_a_node_that_is_being_exchanged_goes_with_its_successor(self) -> None:
+        scene = FleetScene.of(2, 1).train(0, 1)
+        scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=2.0)))
+        scene.do(SuspendJob(is_releasing=True))
+        assert scene.removed == [2]
+        assert scene.fleet.migrations == {}
+
+    def test_what_cannot_go_on_later_with_other_nodes_is_refused(self) -> None:
+        scene = FleetScene.of(2).train(0, 1)
+        scene.finish("n0")
+        with pytest.raises(Rejected, match="have finished"):
+            scene.do(SuspendJob(is_releasing=True))
+        assert scene.job.stage is Stage.RUNNING
+        servers = FleetScene(terms(1, 2)).begin(ps_job())
+        with pytest.raises(Rejected, match="form one world"):
+            servers.do(SuspendJob(is_releasing=True))
+
+
 class TestRestart:
     def test_all_workers_are_replaced_once_and_the_job_goes_on(self) -> None:
         scene = FleetScene.of(2).train(0, 1)

@@ -22,6 +22,7 @@ from dlrover.core.fleet.platform_news import UNSEEN_TOO_LONG
 from dlrover.core.fleet.relaunch import ENDED, is_failure
 from dlrover.core.job import Origin, Outcome
 from dlrover.core.membership.departures import DRAIN_MARGIN
+from dlrover.core.membership.forming import is_all_finished
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.fleet import (
     DefineFleet,
@@ -344,7 +345,7 @@ class FleetLife(RuleBasedStateMachine):
         if self.is_ps:
             return all(not replicas.pending for replicas in fleet.replicas.values())
         state = scene.job.state
-        if state.rendezvous.is_all_finished():
+        if is_all_finished(state.rendezvous):
             return any(fleet.live_nodes(NodeType.EVALUATOR))
         return state.rendezvous.is_active and any(
             isinstance(node.desired.wish, Run) for node in state.nodes.live.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover.core.membership.commands import LONGEST_BLOCK
+from dlrover.core.membership.forming import hold_ends_at
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import AwaitOrder, Join, Leave, LeaveReason, Run, Wait
 from tests.core.scene import Scene, micros, terms
@@ -84,7 +85,7 @@ def test_nobody_stops_for_a_round_that_cannot_complete() -> None:
 def test_an_outage_of_the_master_does_not_use_up_the_lease() -> None:
     scene = blocked()
     scene.at(500).restart_master()
-    assert scene.job.state.rendezvous.hold_ends_at() == micros(1100)
+    assert hold_ends_at(scene.job.state.rendezvous) == micros(1100)
 
 
 def test_unblocking_what_is_not_blocked_is_harmless() -> None:

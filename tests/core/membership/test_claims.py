@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.core.membership.claims import TakeUp, WorldClaim
+from dlrover.core.membership.forming import why_held
 from dlrover.core.outcome import NotYet
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import (
@@ -104,7 +105,7 @@ def test_nobody_is_suspected_before_the_window_is_over() -> None:
     assert scene.job.next_deadline() == micros(40)
     scene.tick(39.9)
     assert isinstance(scene.wish("a"), Run)
-    assert "1 of 2 are" in scene.job.state.rendezvous.why_held()
+    assert "1 of 2 are" in why_held(scene.job.state.rendezvous)
     scene.tick(40)
     assert isinstance(scene.wish("a"), Join), "somebody is missing: a new round forms"
     assert "only 1 of its 2 nodes" in scene.job.status().verdict

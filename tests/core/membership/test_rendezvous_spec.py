@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 
 from dlrover.core.job import Job
+from dlrover.core.membership.forming import explain_timeout
 from dlrover.core.membership.nodes import NodeLife
-from dlrover.core.membership.rendezvous import Rendezvous, explain_timeout
+from dlrover.core.membership.rendezvous import Rendezvous
 from dlrover.protocol.codec import encode_frame
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.frames import Push

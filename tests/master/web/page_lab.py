@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from dlrover.core.outcome import Outcome
 from dlrover.master.view.gatherer import Gatherer
 from dlrover.master.view.metrics import CONTENT_TYPE, JobMetrics
-from dlrover.master.view.sources import gather_data, gather_diagnosis, gather_events, gather_goodput
+from dlrover.master.view.sources import gather_data, gather_diagnosis, gather_events, gather_goodput, gather_scaling
 from dlrover.master.web.access import Access
 from dlrover.master.web.app import Web
 from dlrover.master.web.hosts import Hosts
@@ -37,6 +37,7 @@ from dlrover.protocol.messages.job import (
     Stage,
     WorkerFailure,
 )
+from dlrover.protocol.messages.scaling import AskScaling, ScalingStatus
 from dlrover.protocol.messages.watch import (
     AskDiagnosis,
     DeviceSample,
@@ -150,6 +151,7 @@ class StandInJob:
     goodput: GoodputStatus = field(default_factory=lambda: NO_GOODPUT)
     events: list[JobEvent] = field(default_factory=list)
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    scaling: ScalingStatus = field(default_factory=ScalingStatus)
 
     def last_heard(self) -> dict[NodeId, Micros]:
         return {node.node: Micros(self.status.now - 2_000_000) for node in self.status.nodes}
@@ -162,6 +164,8 @@ class StandInJob:
                 return self.diagnosis
             case AskGoodput():
                 return self.goodput
+            case AskScaling():
+                return self.scaling
             case AskEvents(after=after, limit=limit):
                 newer = [event for event in self.events if event.number > after]
                 return Events(events=tuple(newer[:limit] if after else newer[-limit:]), newest=len(self.events))
@@ -193,7 +197,7 @@ async def serve_page(
 ) -> AsyncIterator[Page]:
     job = StandInJob() if job is None else job
     gatherer = Gatherer(job)
-    gatherer.sources += [gather_data, gather_events, gather_goodput, gather_diagnosis]
+    gatherer.sources += [gather_data, gather_events, gather_goodput, gather_scaling, gather_diagnosis]
     job_metrics = JobMetrics(gatherer, last_heard=job.last_heard, num_in_work=lambda: 0)
     access = Access(token)
     workers = lambda: {each.global_rank: node for node, report in gatherer.progress.items() for each in report.workers}  # noqa: E731

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -17,7 +18,7 @@ from dlrover.protocol.codec import QUESTION, VERDICT
 from dlrover.protocol.messages.frames import Answer
 from dlrover.protocol.messages.job import Ping, Pong, StopJob
 from dlrover.protocol.rpc.client import ask
-from dlrover.protocol.rpc.door import MAX_ANSWERS, MAX_OF_ADDRESS, place_of
+from dlrover.protocol.rpc.door import MAX_ANSWERS, MAX_OF_ADDRESS, SHARE, Door, place_of
 from dlrover.protocol.rpc.server import MasterServer
 from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, MAX_STREAMS, SERVICE, call_metadata, open_channel
 from tests.floods import STRANGER
@@ -294,3 +295,33 @@ async def test_refusals_are_told_ever_more_rarely(serve: Serve, caplog: pytest.L
 )
 def test_every_name_of_a_peer_is_understood(peer: str, place: tuple[str, int]) -> None:
     assert place_of(peer) == place
+
+
+class HeldUpDoor(Door):
+    """Another process has the processor in the middle of each look."""
+
+    HELD_UP = 0.1
+
+    def __init__(self, looks: int) -> None:
+        super().__init__(port=1)
+        self.looks_left = looks
+        self.is_seen = asyncio.Event()
+
+    def _look(self) -> None:
+        time.sleep(self.HELD_UP)
+        self.looks_left -= 1
+        if not self.looks_left:
+            self.is_seen.set()
+
+
+async def test_a_busy_machine_does_not_make_looks_rare() -> None:
+    """The pause after a look follows from its processor time. By the clock on the wall, strangers piled up on a busy machine: 75 MB instead of 40."""
+    num_pauses = 5
+    door = HeldUpDoor(looks=1 + num_pauses)
+    looking = asyncio.create_task(door.run())
+    try:
+        await asyncio.wait_for(door.is_seen.wait(), timeout=num_pauses * SHARE * door.HELD_UP)
+    finally:
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking

@@ -1,7 +1,7 @@
 // The panels with words and numbers. Each shows "no data yet" until its source has told something.
 
 import { byId, bytes, clock, colour, counted, fill, make, none, number, percent, seconds, when } from "./dom.js";
-import { laneOf, linePlot, timeline } from "./plots.js";
+import { laneOf, linePlot, nodesPlot, timeline } from "./plots.js";
 
 export function summary(store) {
   const job = store.one("job");
@@ -38,7 +38,8 @@ export function summary(store) {
 const newest = (saved) => (saved?.committed ?? []).reduce((best, each) => (!best || each.step > best.step ? each : best), null);
 
 export function plots(store) {
-  linePlot(byId("speed"), store.series["steps per second"] ?? [], { label: "Throughput", unit: " /s" });
+  const changes = (store.one("scaling")?.decisions ?? []).filter((each) => each.is_change);
+  linePlot(byId("speed"), store.series["steps per second"] ?? [], { label: "Throughput", unit: " /s", marks: changes.map((each) => [each.at / 1e6, each.sentence]) });
   const names = Object.keys(store.series).filter((name) => name.startsWith("metric ")).map((name) => name.slice(7));
   const select = byId("metric");
   const known = [...select.options].map((option) => option.value);
@@ -48,6 +49,16 @@ export function plots(store) {
     if (chosen) select.value = chosen;
   }
   linePlot(byId("loss"), store.series[`metric ${select.value}`] ?? [], { label: select.value || "Loss" });
+}
+
+export function scaling(store) {
+  const found = store.one("scaling");
+  const key = JSON.stringify(found ?? null);
+  fill(byId("scaling-why"), key, () => (found ? `${found.mode}: ${found.sentence}` : "no platform gives this job its nodes"));
+  fill(byId("scaling-decisions"), key, () =>
+    (found?.decisions ?? []).slice().reverse().map((each) =>
+      make("li", {}, when(each.at), make("span", { class: `badge ${each.is_change ? "warn" : "info"}`, text: each.outcome }), ` ${each.sentence}`)));
+  nodesPlot(byId("scaling-curve"), found?.points ?? [], { unit: found?.unit ?? "", target: found?.target ?? 0, changes: found?.decisions ?? [] });
 }
 
 export function events(store) {

@@ -7,7 +7,7 @@ const HEIGHT = 190;
 const LEFT = 52;
 const BOTTOM = 22;
 
-export function linePlot(container, points, { label, unit = "" }) {
+export function linePlot(container, points, { label, unit = "", marks = [] }) {
   const known = points.filter(([, value]) => value !== null);
   if (known.length < 2) {
     container.replaceChildren(none(points.length ? "no numbers yet" : "no data yet"));
@@ -35,6 +35,11 @@ export function linePlot(container, points, { label, unit = "" }) {
     draw("text", { x: LEFT, y: HEIGHT - 6, text: clock(from * 1e6) }),
     draw("text", { x: WIDTH - 8, y: HEIGHT - 6, "text-anchor": "end", text: clock(to * 1e6) }),
   );
+  for (const [at, text] of marks.filter(([at]) => at >= from && at <= to)) {
+    const mark = draw("line", { class: "change", x1: x(at), x2: x(at), y1: 8, y2: HEIGHT - BOTTOM });
+    mark.append(draw("title", { text: `${clock(at * 1e6)} ${text}` }));
+    svg.append(mark);
+  }
   const cursor = draw("line", { class: "cursor", y1: 8, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   const readout = draw("text", { class: "readout", y: 10, "text-anchor": "end", x: WIDTH - 8, text: `${number(values[values.length - 1])}${unit}` });
   svg.append(cursor, readout);
@@ -48,6 +53,42 @@ export function linePlot(container, points, { label, unit = "" }) {
     readout.textContent = `${clock(nearest[0] * 1e6)}  ${number(nearest[1])}${unit}`;
   });
   svg.addEventListener("pointerleave", () => cursor.setAttribute("visibility", "hidden"));
+  container.replaceChildren(svg);
+}
+
+// Speed over nodes: what was measured as dots, the fitted curve as a line, the wanted number and each change as marks.
+export function nodesPlot(container, points, { unit, target, changes }) {
+  if (!points.length) {
+    container.replaceChildren(none("nothing was measured yet"));
+    return;
+  }
+  const most = Math.max(target, ...points.map((point) => point.nodes));
+  const high = 1.1 * Math.max(...points.map((point) => point.speed));
+  const x = (nodes) => LEFT + (nodes / most) * (WIDTH - LEFT - 16);
+  const y = (speed) => 12 + (1 - speed / high) * (HEIGHT - BOTTOM - 16);
+  const measured = points.filter((point) => !point.is_predicted);
+  const svg = frame(`Speed over nodes: ${measured.map((point) => `${point.nodes} nodes ${number(point.speed, 3)} ${unit}`).join(", ")}`);
+  for (const speed of [0, high / 2, high]) {
+    svg.append(
+      draw("line", { class: "axis", x1: LEFT, x2: WIDTH - 8, y1: y(speed), y2: y(speed) }),
+      draw("text", { x: LEFT - 6, y: y(speed) + 4, "text-anchor": "end", text: number(speed, 3) }),
+    );
+  }
+  const step = Math.max(1, Math.floor(most / 8));
+  for (let nodes = step; nodes <= most; nodes += step) svg.append(draw("text", { x: x(nodes), y: HEIGHT - 6, "text-anchor": "middle", text: String(nodes) }));
+  const curve = points.filter((point) => point.is_predicted).sort((a, b) => a.nodes - b.nodes);
+  if (curve.length > 1) svg.append(draw("polyline", { class: "line fitted", points: curve.map((point) => `${x(point.nodes).toFixed(1)},${y(point.speed).toFixed(1)}`).join(" ") }));
+  for (const point of measured) {
+    const dot = draw("circle", { class: "measured", cx: x(point.nodes), cy: y(point.speed), r: 4 });
+    dot.append(draw("title", { text: `${point.nodes} nodes: ${number(point.speed, 4)} ${unit}` }));
+    svg.append(dot);
+  }
+  for (const each of changes.filter((change) => change.is_change && change.nodes_after)) {
+    const mark = draw("path", { class: "warned", d: `M${x(each.nodes_after)} ${HEIGHT - BOTTOM - 12}l5 7l-5 7l-5 -7z` });
+    mark.append(draw("title", { text: `${clock(each.at)} ${each.sentence}` }));
+    svg.append(mark);
+  }
+  if (target) svg.append(draw("line", { class: "change", x1: x(target), x2: x(target), y1: 8, y2: HEIGHT - BOTTOM }));
   container.replaceChildren(svg);
 }
 

@@ -26,6 +26,7 @@ from msgspec import Struct
 from torch.utils.data import BatchSampler, DataLoader
 
 from dlrover.host.ownership import check_directory, open_checked
+from dlrover.trainer import phases
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
 
 log = logging.getLogger("dlrover.trainer.data")
@@ -43,6 +44,7 @@ class _Wish(Struct, frozen=True):
     batch_size: int = 0
     num_workers: int = -1
     pin_memory: int = -1
+    accumulation: int = 0
 
 
 @dataclass
@@ -139,6 +141,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         super().__init__(dataset, *args, **options)
         self.config_file = os.fspath(config_file or os.environ.get("DLROVER_PARAL_CONFIG_PATH") or CONFIG_FILE)
         self._version = 0
+        self._accumulation = 0
         self._batches: ElasticBatchSampler | None = None
         """Puts the batches together, unless the caller has given a batch sampler or wants no batches."""
         if self.batch_size is not None:
@@ -154,6 +157,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         """Around the one iterator of a loader whose worker processes stay."""
         self.load_config(self.config_file)
         self._write_back()
+        phases.tell_shape(micro_batch=self.get_batch_size(), loader_workers=self.num_workers)
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
@@ -172,6 +176,11 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
     def num_batches(self) -> int:
         """Of the epoch that runs, as its batches were and are; `len` is what an epoch with batches of today's size would have."""
         return len(self) if self._batches is None else self._batches.num_batches
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one step, as the tuner wants them; 0: it does not say."""
+        return self._accumulation
 
     def get_batch_size(self) -> int | None:
         """Of the batches that are put together now. None: the loader makes no batches, or its batch sampler does not tell."""
@@ -201,24 +210,28 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
             wish = _agreed(wish)
         if wish.version > self._version:
             self._version = wish.version
-            self._follow_batch_size(wish.batch_size)
+            if self._follow_batch_size(wish.batch_size) and wish.accumulation > 0:
+                self._accumulation = wish.accumulation
             self._set_workers(wish.num_workers, wish.pin_memory)
 
-    def _follow_batch_size(self, batch_size: int) -> None:
+    def _follow_batch_size(self, batch_size: int) -> bool:
+        """Whether the batches have this size now."""
         size = self.get_batch_size()
         if batch_size <= 0 or batch_size == size:
-            return
+            return batch_size == size
         if size is None:
             log.warning("the wanted batch size %d changes nothing: this loader has none", batch_size)
-            return
+            return False
         if self._elastic_sampler is not None and self._elastic_sampler.is_played:
             log.warning("batches keep their %d records: the trainer holds the batch of the full world constant", size)
-            return
+            return False
         log.info("batches have %d records from now on, version %d", batch_size, self._version)
         self._take_batch_size(batch_size)
+        return True
 
     def _take_batch_size(self, batch_size: int) -> None:
         self.batch_sampler.batch_size = batch_size
+        phases.tell_shape(micro_batch=batch_size)
         if self.batch_size is not None:
             self.__dict__["batch_size"] = (
                 batch_size  # torch lets nobody set it, and takes the length of a stream from it
@@ -229,6 +242,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         if num_workers >= 0 and num_workers != self.num_workers and not self.persistent_workers:
             log.info("%d processes read ahead from the next epoch on, version %d", num_workers, self._version)
             self.num_workers = num_workers
+            phases.tell_shape(loader_workers=num_workers)
             self.prefetch_factor = (self.prefetch_factor or _PREFETCH) if num_workers else None
         if pin_memory >= 0:
             self.pin_memory = bool(pin_memory)
@@ -284,6 +298,7 @@ def _wish_in(config: dict[str, Any]) -> _Wish:
             batch_size=int(section.get("batch_size") or 0),
             num_workers=int(section.get("num_workers", -1)),
             pin_memory=int(section.get("pin_memory", -1)),
+            accumulation=int(section.get("accumulation") or 0),
         )
     except (AttributeError, TypeError, ValueError) as error:
         log.warning("the parallel-config file says something impossible of the loader and changes nothing: %s", error)
@@ -292,7 +307,9 @@ def _wish_in(config: dict[str, Any]) -> _Wish:
 
 def _agreed(wish: _Wish) -> _Wish:
     """What rank 0 has read: files of several nodes need not change at the same moment."""
-    told = torch.tensor([wish.version, wish.batch_size, wish.num_workers, wish.pin_memory], dtype=torch.int64)
+    told = torch.tensor(
+        [wish.version, wish.batch_size, wish.num_workers, wish.pin_memory, wish.accumulation], dtype=torch.int64
+    )
     if dist.get_backend() == "nccl":
         told = told.cuda()
     dist.broadcast(told, src=0)

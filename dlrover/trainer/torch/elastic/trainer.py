@@ -32,7 +32,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.scaling import JobFacts
 from dlrover.trainer import environment, phases
+from dlrover.trainer.facts import tell_facts
 from dlrover.trainer.progress import report
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
@@ -97,6 +99,8 @@ class ElasticTrainer:
         self._num_in_epoch = 0
         self._sampler: ElasticDistributedSampler | None = None
         self._micro_batch_size = 0
+        self._total_batch = 0
+        """Records of one step, once it is known; it stays the same for any number of workers."""
         self._guard: StepGuard | None = None
         """Made when the optimizer is known."""
         self.whole_state = self.state_dict()
@@ -111,6 +115,8 @@ class ElasticTrainer:
         """
         if self._sampler is not None:
             return len(range(self._rank, self.max_workers, self._world_size))
+        if isinstance(self.dataloader, ElasticDataLoader) and self.dataloader.accumulation:
+            return self.dataloader.accumulation
         return -(-self.max_workers // self._world_size)
 
     @property
@@ -145,7 +151,9 @@ class ElasticTrainer:
     @contextlib.contextmanager
     def step(self, fix_total_batch_size: bool = False) -> Iterator[None]:
         """Around each micro-batch. With `fix_total_batch_size` the batch of a step is that of the full world; without, each micro-batch is a step."""
-        self._is_total_fixed = fix_total_batch_size
+        if fix_total_batch_size is not self._is_total_fixed or not self.num_micro_batches:
+            self._is_total_fixed = fix_total_batch_size
+            self._tell_shape()
         num_left = self._count_in_epoch()
         if not self._micro_step:
             self._num_micro_steps = min(self.gradient_accumulation_steps, num_left or sys.maxsize)
@@ -178,6 +186,33 @@ class ElasticTrainer:
         is_look_due = self._is_last and self.num_steps % LOOK_EVERY == 0
         if is_look_due and isinstance(self.dataloader, ElasticDataLoader):
             self.dataloader.load_config()
+            self._tell_shape()
+
+    def _tell_shape(self) -> None:
+        """What a step consists of, for whoever decides how large the job is to be."""
+        tell_facts(self._facts())
+        if not self._is_total_fixed:
+            phases.tell_shape(accumulation=1, total_batch=0)
+            return
+        size = self._micro_batch_size or getattr(self.dataloader, "batch_size", None) or 0
+        self._total_batch = self._total_batch or int(size) * self.max_workers
+        phases.tell_shape(
+            micro_batch=int(size) or None,
+            accumulation=self.gradient_accumulation_steps,
+            total_batch=self._total_batch,
+        )
+
+    def _facts(self) -> JobFacts:
+        dataset = getattr(self.dataloader, "dataset", None)
+        sizes = [each.numel() * each.element_size() for each in self.model.parameters()]
+        return JobFacts(
+            batch_size=int(self._micro_batch_size or getattr(self.dataloader, "batch_size", None) or 0),
+            dataset_size=len(dataset) if isinstance(dataset, Sized) else 0,
+            dataset_name="" if dataset is None else type(dataset).__name__,
+            variable_count=len(sizes),
+            total_variable_size=sum(sizes),
+            max_variable_size=max(sizes, default=0),
+        )
 
     def _count_in_epoch(self) -> int:
         """Micro-batches that the loader has left, with the one that begins: a step at the end is taken with what there is. 0: nobody knows."""

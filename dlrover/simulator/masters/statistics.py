@@ -1,0 +1,83 @@
+"""
+What a master measures of a job that scales itself, and what its platform says of its room.
+
+The step time follows the law of the shape. A look every half minute tells of the world that trains now, as soon as it has trained for long enough; now and
+then the room is another one. Words get lost with the master that hears them, as all words do.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from dlrover.protocol.messages.fleet import NodeType
+from dlrover.protocol.messages.scaling import Configuration, GroupSize, RoomSeen, RunMeasured
+from dlrover.simulator.virtual_time import SECOND
+
+if TYPE_CHECKING:
+    from dlrover.simulator.simulation import Simulation
+
+LOOK = 30 * SECOND
+WARM_UP = 10.0
+ROOM_ODDS = 0.05
+"""Of each look, to see another room."""
+BATCH = 960
+
+
+class Statistics:
+    """Owned by the simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+        self._chance = random.Random(f"{simulation.plan.seed}/statistics")
+        self._world = ""
+        self._since = 0
+        self._number = 0
+        self.room: int | None = None
+
+    def begin(self) -> None:
+        self._sim.events.after(LOOK, self._look)
+
+    def _look(self) -> None:
+        sim = self._sim
+        if sim.is_over or sim.ended_at is not None:
+            return
+        sim.events.after(LOOK, self._look)
+        master = sim.masters.listening()
+        if master is None or master.job.end is not None:
+            return
+        world = master.job.state.rendezvous.world
+        key = "" if world is None else world.coordinator
+        if world is None or not sim.training.is_training(key):
+            self._world = ""
+            return
+        if key != self._world:
+            self._world, self._since = key, sim.events.now
+            self._number += 1
+        terms = master.job.state.scaling.terms
+        seconds = (sim.events.now - self._since) / SECOND - WARM_UP
+        if seconds >= terms.stable_for:
+            master.hear(self._run(len(world.members), seconds))
+        if self._chance.random() < ROOM_ODDS:
+            self._see_room()
+
+    def _run(self, nodes: int, seconds: float) -> RunMeasured:
+        shape = self._sim.shape
+        step_time = shape.step_time(nodes) * max(0.1, self._chance.gauss(1.0, shape.law_noise))
+        return RunMeasured(
+            number=self._number,
+            configuration=Configuration(groups=(GroupSize(NodeType.WORKER, nodes),), micro_batch=1, total_batch=BATCH),
+            seconds=seconds,
+            steps=max(20, int(seconds / step_time)),
+            step_time=step_time,
+        )
+
+    def _see_room(self) -> None:
+        """Never below what the job needs: a job without room cannot go on, which is no matter of scaling."""
+        sim = self._sim
+        master = sim.masters.listening()
+        least, most = sim.shape.min_nodes, sim.shape.max_nodes
+        seen = self._chance.choice([None, *range(least, most + 2)])
+        self.room = None if seen is None else seen + sim.shape.spares
+        if master is not None:
+            master.hear(RoomSeen(most=self.room, reason="a quota"))

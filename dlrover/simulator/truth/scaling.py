@@ -1,0 +1,112 @@
+"""
+I10, I11 and I13: what a job that scales itself may do, looked at after each of its commands.
+
+The truth keeps its own list of what was decided, so a core that forgets its brakes cannot hide it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+from dlrover.core.job import Job
+from dlrover.core.scaling.facts import cost_of_change
+from dlrover.protocol.messages.fleet import NodeType
+from dlrover.protocol.messages.scaling import RoomSeen, ScaleDecision, ScaleOutcome
+from dlrover.simulator.virtual_time import SECOND
+
+if TYPE_CHECKING:
+    from dlrover.simulator.simulation import Simulation
+
+WINDOW = 1800 * SECOND
+HOUR = 3600 * SECOND
+MOST_PAUSE = 0.01
+FREE_CHANGES = 3
+
+
+class Move(NamedTuple):
+    number: int
+    at: int
+    direction: int
+
+
+class ScalingTruth:
+    """Owned by the simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+        self.journal_lost()
+
+    def journal_lost(self) -> None:
+        """The job forgets, and so does its judge."""
+        self._known: dict[int, tuple[int, ScaleOutcome]] = {}
+        """What was decided, by number."""
+        self._moves: list[Move] = []
+        self._banned: dict[int, tuple[int, int]] = {}
+        """Nodes to the number of the decision and until when."""
+
+    def check(self, job: Job, command: object) -> tuple[str, str] | None:
+        """The invariant that does not hold, and how; None: all do."""
+        state = job.state
+        if state.terms is None:
+            return None
+        if (wrong := self._target(job)) is not None:
+            return "I10", wrong
+        self._forget_from(state.scaling.num_decisions + 1)
+        for made in state.scaling.decisions:
+            if self._known.get(made.number) != (made.at, made.outcome):
+                self._forget_from(made.number)  # a master died with the others
+                self._known[made.number] = (made.at, made.outcome)
+                if (found := self._decided(job, made, command)) is not None:
+                    return found
+        turns = [later.at for one, later in itertools.pairwise(self._moves) if one.direction != later.direction]
+        if len(turns) > 2 and turns[-1] - turns[-3] <= WINDOW:
+            return "I11", f"three reversals within 30 min: {self._moves}"
+        return None
+
+    def _forget_from(self, number: int) -> None:
+        if self._known and max(self._known) >= number:
+            self._known = {each: made for each, made in self._known.items() if each < number}
+            self._moves = [move for move in self._moves if move.number < number]
+            self._banned = {nodes: ban for nodes, ban in self._banned.items() if ban[0] < number}
+
+    def _target(self, job: Job) -> str | None:
+        state = job.state
+        assert state.terms is not None, "asked before"
+        limits, target = state.terms.limits, state.limits.max_nodes
+        if not limits.min_nodes <= target <= limits.max_nodes or target % limits.node_unit:
+            return f"a target of {target} for {limits.min_nodes}:{limits.max_nodes} in multiples of {limits.node_unit}"
+        return None
+
+    def _decided(self, job: Job, made: ScaleDecision, command: object) -> tuple[str, str] | None:
+        group = made.plan.group(NodeType.WORKER)
+        if group is None or group.count is None or made.outcome not in (ScaleOutcome.PLANNED, ScaleOutcome.TAKEN_BACK):
+            return None
+        nodes, room = group.count, job.state.scaling.room.get(NodeType.WORKER)
+        if made.outcome is ScaleOutcome.TAKEN_BACK:
+            former = self._banned.get(nodes)
+            self._banned[nodes] = (made.number, max(made.at + WINDOW, 0 if former is None else former[1]))
+            self._moves.append(Move(made.number, made.at, 1 if nodes < made.nodes_before else -1))
+            target = job.state.limits.max_nodes
+            if nodes > made.nodes_after != target:
+                return "I10", f"{nodes} nodes are taken back, and the target is {target} instead of {made.nodes_after}"
+            return None
+        if isinstance(command, RoomSeen) and made.sentence.startswith("The platform has room for"):
+            return None  # an order
+        if made.at < self._banned.get(nodes, (0, 0))[1]:
+            return "I11", f"{nodes} nodes were taken back and are entered again too soon: {made.sentence}"
+        fewest = job.state.terms.limits.min_nodes if job.state.terms is not None else 0
+        if room is not None and room.most is not None and nodes > max(fewest, room.most - self._sim.shape.spares):
+            return "I10", f"{nodes} nodes are planned and there is room for {room.most}"
+        least = job.state.scaling.terms.worker_pause * SECOND
+        if self._moves and made.at - self._moves[-1].at < least:
+            return "I10", f"changes at {self._moves[-1].at} and {made.at}: there was no cool-down"
+        self._moves.append(Move(made.number, made.at, 1 if made.nodes_after > made.nodes_before else -1))
+        return self._pauses(job, made)
+
+    def _pauses(self, job: Job, made: ScaleDecision) -> tuple[str, str] | None:
+        recent = [move for move in self._moves if move.at > made.at - HOUR]
+        cost = cost_of_change(job.state) * SECOND
+        if len(recent) > FREE_CHANGES and len(recent) * cost > MOST_PAUSE * HOUR:
+            return "I13", f"{len(recent)} changes of {cost / SECOND:.1f} s within an hour"
+        return None

@@ -1,0 +1,75 @@
+"""A core whose scaling is broken on purpose is caught: without a cool-down, without taking back, without a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dlrover.core.scaling import acting, brakes
+from dlrover.core.scaling.facts import Facts
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
+from dlrover.protocol.messages.scaling import ScaleFor, ScaleMode, ScaleTerms
+from dlrover.simulator.campaign import Failure, run_plan
+from dlrover.simulator.plan import Result, SeedPlan
+from dlrover.simulator.shapes import Shape
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+NOISY, PRICEY = (0.9, 0.1, 0.3), (0.0, 1.0, 0.0)
+
+
+def a_plan(seed: int, law: tuple[float, float, float]) -> SeedPlan:
+    """An hour without faults, in which the room changes now and then."""
+    fleet = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=8)})
+    terms = ScaleTerms(
+        mode=ScaleMode.ON, scale_for=ScaleFor.BALANCED, nodes_start=1, stable_for=20.0, worker_pause=120.0
+    )
+    shape = Shape(min_nodes=1, max_nodes=8, fleet=fleet, scaling=terms, law=law, law_noise=0.1, num_steps=2400)
+    return SeedPlan(seed=seed, shape=shape, faults=(), hours=1.0, is_thorough=False)
+
+
+def there_is_no_cool_down(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(brakes, "_cool_down", lambda scaling, known, kind: None)
+
+
+def nothing_is_taken_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(acting, "_take_back", lambda decision, watched, judgement: None)
+
+
+def what_was_taken_back_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(brakes, "_taken_back", lambda scaling, known, promise: None)
+    patch.setattr(acting.allreduce, "_measured", lambda scaling, configuration: {})
+
+
+def the_room_is_no_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Facts, "most", property(lambda known: known.limits.max_nodes))
+    patch.setattr("dlrover.core.scaling.verdict._bound", lambda known, nodes: "")
+
+
+def first_failure(law: tuple[float, float, float]) -> Failure | None:
+    outcomes = (run_plan(a_plan(seed, law)) for seed in range(40))
+    return next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
+
+
+@pytest.mark.parametrize("law", [NOISY, PRICEY])
+def test_the_shipped_core_breaks_nothing(law: tuple[float, float, float]) -> None:
+    for seed in range(10):
+        assert isinstance(run_plan(a_plan(seed, law)), Result)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "law", "invariants"),
+    [
+        (there_is_no_cool_down, PRICEY, {"I10"}),
+        (nothing_is_taken_back, NOISY, {"I10"}),
+        (what_was_taken_back_is_forgotten, NOISY, {"I11"}),
+        (the_room_is_no_bound, PRICEY, {"I10"}),
+    ],
+)
+def test_a_broken_promise_of_scaling_is_noticed(
+    mutation: Mutation, law: tuple[float, float, float], invariants: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    failure = first_failure(law)
+    assert failure is not None
+    assert failure.invariant in invariants, failure.sentence
