@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True, help="for the checkpoint and the event files")
     parser.add_argument("--save", choices=("torch", "flash"), default="torch")
     parser.add_argument("--save-every", type=int, default=1)
+    parser.add_argument("--guard", action="store_true", help="a lost worker's last step is kept by the others")
     parser.add_argument("--data-wait", type=float, default=0.0, help="seconds that each batch costs")
     args = parser.parse_args()
 
@@ -93,6 +94,17 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     report = step_reporter()
+
+    def train_step(batch: torch.Tensor) -> None:
+        loss = nn.functional.mse_loss(model(batch), batch.roll(1, dims=1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    if args.guard:
+        import dlrover
+
+        train_step = dlrover.resilient(model, optimizer)(train_step)
     events.write("restored", step=step)
 
     # Making a batch is work of the step, as in the reference job; only where waiting is asked for does a loader stand between.
@@ -108,10 +120,7 @@ def main() -> None:
         step += 1
         if batch is None:
             batch = batches[step - first]
-        loss = nn.functional.mse_loss(model(batch), batch.roll(1, dims=1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        train_step(batch)
         report(step)
         computed_ns = time.monotonic_ns()
         if step % args.save_every == 0:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from failover import Result, RunFailedError, measure_run, median_phase, say
 from figures import seconds, table
-from peers import Launcher, ours
+from peers import Launcher, of_source, ours
 from rounds import measuring
 from timeline import PHASES
 
@@ -51,7 +51,7 @@ def main() -> int:
         command = (str(args.other), *launchers[OURS].command[1:])
         launchers[OTHER] = replace(launchers[OURS], name=OTHER, command=command, python=args.other.parent / "python")
     if args.other_source is not None:
-        launchers[OTHER] = of_source(launchers[OURS], args.other_source.resolve())
+        launchers[OTHER] = of_source(launchers[OURS], args.other_source.resolve(), OTHER)
     results = {(float(gib), name): Result(f"{name}, {gib} GiB") for gib in args.gib.split(",") for name in launchers}
     with measuring("large-workers-") as folder:
         measure(results, launchers, args, folder)
@@ -59,14 +59,6 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results.values()], indent=1) + "\n")
     return 0 if all(result.recoveries for result in results.values()) else 1
-
-
-def of_source(launcher: Launcher, source: Path) -> Launcher:
-    """The same launcher, with another version's modules found first, by every process that it starts."""
-    code = "import sys; from dlrover.cli.run import main; sys.exit(main())"
-    command = (str(launcher.python), "-c", code, *launcher.command[1:])
-    environment = {**launcher.environment, "PYTHONPATH": str(source)}
-    return replace(launcher, name=OTHER, command=command, environment=environment)
 
 
 def measure(

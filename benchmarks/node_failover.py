@@ -4,6 +4,7 @@ Node failover: how long a job of two nodes stands still when one of them is kill
     python benchmarks/node_failover.py                                   everything, 7 kills of each, about 20 minutes
     python benchmarks/node_failover.py --quick                           ours, 2 kills each
     python benchmarks/node_failover.py --kills 10 --systems ours-standby,torchrun --json node_failover.json
+    python benchmarks/node_failover.py --systems ours-standby --other-source OTHER   beside another source tree, in turn
 
 A node is a launcher with its agent and one worker; both run on this machine. The killed one never hosts the master (or the store, or what the
 system has instead). `ours-standby` has a third node that waits warm; the others get a new node one second after the kill. The clock runs from
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -44,7 +45,7 @@ from failover import (
     wait_for_exit,
 )
 from figures import quietness, ratio, seconds, summarise, table, times
-from peers import Launcher, Leftovers, PeerUnavailableError, dlrover_061, ours, torchrun
+from peers import Launcher, Leftovers, PeerUnavailableError, dlrover_061, of_source, ours, torchrun
 from process_tree import end_descendants
 from rounds import look_at_others, measuring
 from servers import dlrover_061_master, free_port
@@ -57,6 +58,7 @@ from dlrover.protocol.rpc.client import ask
 REPLACEMENT_AFTER = 1.0
 """Seconds from the kill until the replacement's command is given: what a quick platform needs to see a node go."""
 TOKEN = "node-failover"
+OTHER_STANDBY = "other-standby"
 SETTLED = 0.3
 """Seconds in which a waiting node used no processor: it has imported what it wants."""
 WARM_UP = "import torch, torch.distributed, torch._dynamo"
@@ -88,7 +90,11 @@ class Node:
 
     def kill(self) -> None:
         """All of it, the launcher first: nobody of it may clean up or say goodbye, as when the power fails."""
-        for process in self.tree():
+        tree = self.tree()
+        for process in tree:  # an agent whose launcher has died would leave in good order
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait(10)
@@ -177,6 +183,13 @@ def systems() -> dict[str, Callable[[], System]]:
         "torchrun": torchrun_system,
         "dlrover-0.6.1": dlrover_061_system,
     }
+
+
+def of_other_source(source: Path) -> System:
+    """The same as `ours-standby`, with another version's modules."""
+    system = our_system(OTHER_STANDBY, num_standby=1)
+    launcher = of_source(system.launcher, source, system.name)
+    return replace(system, launcher=launcher, arguments=(*launcher.command[1:3], *system.arguments))
 
 
 def our_system(name: str, *, num_standby: int = 0) -> System:
@@ -286,7 +299,8 @@ def measure(results: list[Result], args: argparse.Namespace, folder: Path, impor
     built: dict[str, System] = {}
     for result in results:
         try:
-            built[result.name] = systems()[result.name]()
+            is_other = result.name == OTHER_STANDBY
+            built[result.name] = of_other_source(args.other_source) if is_other else systems()[result.name]()
         except PeerUnavailableError as error:
             result.errors.append(str(error))
             continue
@@ -423,6 +437,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=7, help="per system (default %(default)s)")
     parser.add_argument("--kills-per-run", type=int, default=3, help="then the job is started anew")
     parser.add_argument("--systems", default=",".join(known), help="(default %(default)s)")
+    parser.add_argument(
+        "--other-source", type=Path, help="directory of another version's source, measured in turn with a standby"
+    )
     parser.add_argument("--hang-timeout", type=float, default=90.0, help="seconds without a new step")
     parser.add_argument("--seed", type=int, default=0, help="for the moments of the kills")
     parser.add_argument("--json", type=Path, help="write every sample into this file")
@@ -433,6 +450,9 @@ def parse_args() -> argparse.Namespace:
         args.kills, args.kills_per_run, args.systems = 2, 2, ["ours-standby", "ours-cold"]
     if unknown := [name for name in args.systems if name not in known]:
         parser.error(f"--systems: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    if args.other_source is not None:
+        args.other_source = args.other_source.resolve()
+        args.systems.append(OTHER_STANDBY)
     if args.kills < 1 or args.kills_per_run < 1:
         parser.error("--kills and --kills-per-run must be at least 1")
     return args

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher_log import OURS_DETECTED, OURS_MET, TORCH_DETECTED, LogLine
@@ -111,6 +111,14 @@ def ours() -> Launcher:
         detected=OURS_DETECTED,
         met=OURS_MET,
     )
+
+
+def of_source(launcher: Launcher, source: Path, name: str) -> Launcher:
+    """The same launcher, with another version's modules found first, by every process that it starts."""
+    code = "import sys; from dlrover.cli.run import main; sys.exit(main())"
+    command = (str(launcher.python), "-c", code, *launcher.command[1:])
+    environment = {**launcher.environment, "PYTHONPATH": str(source)}
+    return replace(launcher, name=name, command=command, environment=environment)
 
 
 LAUNCHERS: dict[str, Callable[[], Launcher]] = {

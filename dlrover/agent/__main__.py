@@ -158,6 +158,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             build_group=build_group,
             step=socket.step,
             snapshot_step=lambda: saver.newest_step,
+            has_whole_state=saver.has_whole_state,
             run_check=CheckTask(config, spawner=spawner, tree=tree),
             on_break=saver.break_point,
             promise=saver.promise,

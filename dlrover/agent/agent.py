@@ -44,6 +44,7 @@ from dlrover.protocol.messages.job import (
     Attached,
     Check,
     Desired,
+    FailureKind,
     Heartbeat,
     Incarnation,
     Micros,
@@ -78,6 +79,7 @@ class Agent:
         build_group: BuildGroup,
         step: Callable[[], int | None],
         snapshot_step: Callable[[], int | None] | None = None,
+        has_whole_state: Callable[[], bool] | None = None,
         run_check: RunTask | None = None,
         on_break: Callable[[], None] | None = None,
         promise: Callable[[], tuple[HeldSnapshot, ...]] | None = None,
@@ -91,6 +93,7 @@ class Agent:
         patience: AgentPatience | None = None,
     ) -> None:
         """
+        `has_whole_state` says whether the workers can go on without the memory of another node.
         `run_check` is needed where the job's terms ask for a node check. `on_break` is told when workers failed or were stopped for
         good: what they left in memory may be worth keeping; `promise` says what of it will be written after a farewell. `on_leaving` is told before the farewell of a node that goes by itself. `exchange` has the snapshots of workers ready before they start. `watch` is asked for what workers do, `failover` for what shall follow a failure. `settle_output`
         is told whose last words the console may have, by global rank. `patience`: by default what the terms say."""
@@ -99,6 +102,7 @@ class Agent:
         self._patience = patience or AgentPatience(heartbeat=detection.heartbeat, lease=detection.lease)
         self._step = step
         self._snapshot_step = snapshot_step or (lambda: None)
+        self._has_whole_state = has_whole_state or (lambda: False)
         self._on_break = on_break or (lambda: None)
         self._exchange = exchange
         self._watch = watch
@@ -282,8 +286,15 @@ class Agent:
             step=outcome.step,
             lived=outcome.lived,
             reach=outcome.reach,
+            has_whole_state=self._needs_no_other(outcome),
         )
         self._acting.do(self._decisions.failed(report))
+
+    def _needs_no_other(self, outcome: Failed) -> bool:
+        """Asked only where another node may be lost: to look into the segments takes a moment."""
+        is_peer_lost = any(failure.kind is FailureKind.PEER_LOST for failure in outcome.failures)
+        is_copied = self._exchange is not None and self._exchange.copied_step is not None
+        return is_peer_lost and (is_copied or self._has_whole_state())
 
     def _on_stopped(self, round_: Round) -> None:
         """Before other workers can start, and after those of the round have written their last."""

@@ -118,6 +118,7 @@ class WorkersFailed(Struct):
     lived: float
     failures: tuple[WorkerFailure, ...]
     reach: Reach = NOTHING_TOLD
+    has_whole_state: bool = False
     is_node_suspect: bool = False
     reason: str = ""
     """Answer: why the next round opens; empty: the round's failure is known already."""

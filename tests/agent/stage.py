@@ -41,6 +41,7 @@ class Life:
         patience: AgentPatience | None = PATIENCE,
         warm_up: Callable[[float], Awaitable[None]] | None = None,
         on_leaving: Callable[[], None] | None = None,
+        has_whole_state: Callable[[], bool] | None = None,
         **changes: Any,
     ) -> None:
         self._news = master.news
@@ -57,6 +58,7 @@ class Life:
             patience=patience,
             warm_up=warm_up,
             on_leaving=on_leaving,
+            has_whole_state=has_whole_state,
         )
         self.told_to_end = self._agent.told_to_end
         self.channel: LoopbackChannel = master.channels[-1]

@@ -100,6 +100,19 @@ async def test_a_failed_group_is_reported_and_started_again_with_another_offer(s
     assert (result.exit_code, result.num_restarts) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_whole", "is_told"),
+    [(FailureKind.PEER_LOST, True, True), (FailureKind.PEER_LOST, False, False), (FailureKind.SIGNAL, True, False)],
+)
+async def test_who_lost_a_peer_tells_whether_the_memory_of_another_node_is_needed(stage, kind, is_whole, is_told):
+    life = stage.begin(has_whole_state=lambda: is_whole)
+    group = await life.workers.running(1)
+    group.fail(a_failure(kind))
+    (await life.workers.running(2)).finish()
+    assert (await life.result()).exit_code == 0
+    assert [report.has_whole_state for report in stage.master.heard_of(ReportFailure)] == [is_told]
+
+
 async def test_the_end_names_the_first_failure(stage):
     life = stage.begin(restarts=RestartPolicy(max_restarts=0))
     group = await life.workers.running(1)

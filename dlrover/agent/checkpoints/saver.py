@@ -143,6 +143,23 @@ class Saver:
         """The newest step that all saving workers of this node have in memory, as far as they told."""
         return min(self._newest.values(), default=None)
 
+    def has_whole_state(self) -> bool:
+        """Whether some snapshot here has the pieces of all ranks, or there is none at all."""
+        if self._home is None:
+            return True
+        found: dict[int, set[int]] = {}
+        num_shards = 0
+        for shard in self._home.snapshots():
+            for name in of_present_history(shard.slots):
+                pinned = pin_newest(name.path, name.slot, name.generation)
+                request = None if pinned is None else self._read(pinned)
+                if pinned is not None:
+                    release(pinned)
+                if request is not None:
+                    found.setdefault(request.step, set()).add(request.shard)
+                    num_shards = request.num_shards
+        return not found or any(len(pieces) == num_shards for pieces in found.values())
+
     def on_open(self, message: OpenSnapshots) -> None:
         if self._path is not None and message.home == str(self._path):
             self._own_home(int(self._path.name.rsplit("-", 1)[1]))

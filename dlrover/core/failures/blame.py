@@ -70,6 +70,8 @@ class Incident(Struct):
     """The platform gives another node for it, which that budget pays."""
     is_settled: bool = False
     """The next round has completed: charged, only the record may still improve."""
+    has_whole_state: bool = False
+    """All who told of it can go on without the memory of another node."""
     distinct: list[DistinctFailure] = []
     """Each way to fail once, in the order in which they were told. What was stopped by us failed in no way."""
     world_size: int = 0

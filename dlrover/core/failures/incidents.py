@@ -46,7 +46,8 @@ def report_failure(command: ReportFailure, decision: Decision) -> Reply:
     is_known = incident is not None and incident.round == command.round
     if is_known or (is_running(state, node) and command.round == rdzv.round):
         lived = command.lived if math.isfinite(command.lived) else 0.0
-        decision.announce(decision.on.workers_failed, WorkersFailed(first, lived, command.failures, command.reach))
+        failed = WorkersFailed(first, lived, command.failures, command.reach, command.has_whole_state)
+        decision.announce(decision.on.workers_failed, failed)
     elif node.id in rdzv.take_up.claims and command.round == rdzv.round:
         decision.announce(decision.on.world_unclaimed, f"a worker of {node.label} failed")
     decision.is_unsettled = True
@@ -64,6 +65,7 @@ def on_workers_failed(decision: Decision, failed: WorkersFailed) -> None:
     incident = Incident(round=first.round, first=first, began_at=decision.now, step=first.step, lived=failed.lived)
     incident.reach, incident.num_records = failed.reach, _num_records(decision)
     incident.is_node_suspect = failed.is_node_suspect
+    incident.has_whole_state = failed.has_whole_state
     world = state.rendezvous.world
     incident.world_size = world.world_size if world is not None and world.round == first.round else 0
     blame.count(incident, failed.failures, first.node_rank, first.host)
@@ -119,6 +121,7 @@ def on_master_restarted(decision: Decision) -> None:
 def _hear_more(decision: Decision, incident: Incident, failed: WorkersFailed) -> None:
     """A further report of a round that has failed already. It never costs a second restart."""
     state, first = decision.state, failed.first
+    incident.has_whole_state &= failed.has_whole_state
     if blame.count(incident, failed.failures, first.node_rank, first.host) and state.end is not None:
         state.end = replace(state.end, distinct_failures=tuple(incident.distinct))
         decision.is_all_touched = True

@@ -32,6 +32,12 @@ from dlrover.protocol.messages.job import (
 REATTACH_WINDOW = 40.0
 """Seconds that every node has at least for coming back after a master start: nobody is suspected before a window of
 silence. It is also the patience with a node without which the job must fail."""
+MISSED_GRACE = 0.3
+"""
+Seconds that a node without a stream has where a warm one waits and its neighbours have lost its workers, too. Two witnesses: a connection that only
+something on the way has cut does not make workers lose each other. Only an agent that ended without its node could still come back; it finds its
+snapshots, so this holds only where nobody needs them.
+"""
 
 
 def reattach_window(detection: Detection) -> float:
@@ -265,13 +271,20 @@ class Nodes(Struct):
         window = Broken(gone_at=Micros(now + micros(reattach_window(detection))), broken_at=None)
         self.broken = dict.fromkeys(self.live, window)
 
-    def gone_at(self, node: NodeId, detection: Detection, *, has_spare: bool, is_needed: bool) -> Micros:
-        """When a node without a stream is given up. One without which the job must fail has the longest time."""
+    def gone_at(
+        self, node: NodeId, detection: Detection, *, has_spare: bool, is_missed: bool, is_needed: bool
+    ) -> Micros:
+        """
+        When a node without a stream is given up. One without which the job must fail has the longest time. `is_missed`: its neighbours have
+        lost its workers, and need nothing that it has in memory.
+        """
         broken = self.broken[node]
         if is_needed and broken.broken_at is not None:
             return Micros(broken.broken_at + micros(reattach_window(detection)))
         if has_spare and broken.broken_at is not None:
-            return Micros(min(broken.gone_at, broken.broken_at + micros(detection.break_grace_with_spare)))
+            grace = detection.break_grace_with_spare
+            grace = min(grace, MISSED_GRACE) if is_missed else grace
+            return Micros(min(broken.gone_at, broken.broken_at + micros(grace)))
         return broken.gone_at
 
     def in_rank_order(self) -> list[Node]:

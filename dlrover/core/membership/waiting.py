@@ -26,11 +26,13 @@ def gone_times(state: JobState, nodes: Iterable[NodeId]) -> dict[NodeId, Micros]
     broken = [node for node in nodes if node in state.nodes.broken]
     is_replaceable = bool(broken) and has_spare(state.rendezvous)
     is_last_hope = bool(broken) and _is_none_dispensable(state)
+    missed = _missed_by_all(state) if is_replaceable else []
     return {
         node: state.nodes.gone_at(
             node,
             state.detection,
             has_spare=is_replaceable,
+            is_missed=node in missed,
             is_needed=is_last_hope and not state.nodes.live[node].finished_round,
         )
         for node in broken
@@ -92,6 +94,12 @@ def suspects(state: JobState) -> list[NodeId]:
     if state.end is not None or incident is None or incident.first.failure.kind is not FailureKind.PEER_LOST:
         return []
     return [node for node in rdzv.expected if node in rdzv.group_ranks]
+
+
+def _missed_by_all(state: JobState) -> list[NodeId]:
+    """Those of them without whose memory the others can go on."""
+    incident = state.restarts.incident
+    return suspects(state) if incident is not None and incident.has_whole_state else []
 
 
 def _is_none_dispensable(state: JobState) -> bool:

@@ -567,6 +567,8 @@ class ReportFailure(Struct, tag=True, frozen=True, kw_only=True):
     lived: float = 0.0
     """Seconds the workers of this round lived on this node."""
     reach: Reach = Reach()
+    has_whole_state: bool = False
+    """The memory of no other node is needed to go on: this node has all pieces of the newest snapshot, others keep copies, or there is none."""
 
 
 class ReportFinished(Struct, tag=True, frozen=True, kw_only=True):

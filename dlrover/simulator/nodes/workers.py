@@ -217,6 +217,7 @@ class Workers:
             failures=(failure,),
             step=self._sim.training.step(group.world.coordinator),
             lived=(now - group.started_at) / SECOND,
+            has_whole_state=self._sim.shape.has_replicas,
         )
         agent.do(agent.decisions.failed(report))
 

@@ -131,6 +131,25 @@ async def test_a_memory_save_is_summed_and_not_written(make, start, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+async def test_it_tells_whether_the_memory_of_another_node_is_needed(make, start):
+    saver = make()
+    assert saver.has_whole_state(), "nobody has saved anything"
+    first = start(saver, 0, 2)
+    assert saver.has_whole_state(), "nobody has saved anything"
+    first.save(3, is_storage=False)
+    assert not saver.has_whole_state(), "another node has the other piece"
+    start(saver, 1, 2).save(3, is_storage=False)
+    assert saver.has_whole_state()
+    first.save(4, is_storage=False)
+    assert saver.has_whole_state(), "step 3 is whole"
+
+
+async def test_replicas_need_no_memory_of_another_node(make, start):
+    saver = make()
+    start(saver).save(3, is_storage=False)
+    assert saver.has_whole_state()
+
+
 async def test_a_save_nobody_told_us_of_is_written_before_the_end(make, start, tmp_path):
     saver = make()
     start(saver).save(4, is_storage=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dlrover.core.membership.nodes import MISSED_GRACE
 from dlrover.core.membership.standby import FIRST_DELAY, LONGEST_DELAY
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import (
@@ -336,6 +337,36 @@ class TestDetectionTerms:
         scene.gather("d")
         scene.at(200).break_stream("b")
         assert scene.job.next_deadline() == micros(200.5)
+
+    def test_a_standby_takes_over_at_once_where_the_neighbours_miss_the_node_too(self) -> None:
+        """One witness: a connection may be cut on its way. Two: its workers are gone as well."""
+        scene = Scene(terms(2, 2)).gather(*"abc")
+        scene.at(100).break_stream("b")
+        assert scene.job.next_deadline() == micros(101)
+        scene.at(100.1).fail("a", failure(FailureKind.PEER_LOST), has_whole_state=True)
+        assert scene.job.next_deadline() == micros(100 + MISSED_GRACE)
+        scene.obey("a")
+        scene.tick(100 + MISSED_GRACE)
+        assert scene.members() == [0, 2]
+
+    def test_what_a_missed_node_alone_has_in_memory_is_worth_the_whole_grace(self) -> None:
+        scene = Scene(terms(3, 3)).gather(*"abcd")
+        scene.at(100).break_stream("b")
+        scene.at(100.1).fail("a", failure(FailureKind.PEER_LOST), has_whole_state=True)
+        scene.at(100.2).fail("c", failure(FailureKind.PEER_LOST), has_whole_state=False)
+        assert scene.job.next_deadline() == micros(101)
+
+    def test_a_failure_of_its_own_is_no_witness_that_a_node_is_gone(self) -> None:
+        scene = Scene(terms(2, 2)).gather(*"abc")
+        scene.at(100).break_stream("b")
+        scene.at(100.1).fail("a", has_whole_state=True)
+        assert scene.job.next_deadline() == micros(101)
+
+    def test_without_a_standby_a_missed_node_has_its_usual_grace(self) -> None:
+        scene = Scene(terms(2, 2)).gather(*"ab")
+        scene.at(100).break_stream("b")
+        scene.at(100.1).fail("a", failure(FailureKind.PEER_LOST), has_whole_state=True)
+        assert scene.job.next_deadline() == micros(105)
 
     def test_a_stream_that_broke_by_our_own_fault_says_nothing_about_the_node(self) -> None:
         """The master stood still and agents closed their streams: a node may be busy just then, so it has a full window."""

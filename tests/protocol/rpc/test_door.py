@@ -18,7 +18,7 @@ from dlrover.protocol.codec import QUESTION, VERDICT
 from dlrover.protocol.messages.frames import Answer
 from dlrover.protocol.messages.job import Ping, Pong, StopJob
 from dlrover.protocol.rpc.client import ask
-from dlrover.protocol.rpc.door import MAX_ANSWERS, MAX_OF_ADDRESS, SHARE, Door, place_of
+from dlrover.protocol.rpc.door import MAX_ANSWERS, MAX_CALLS, MAX_OF_ADDRESS, SHARE, Door, place_of
 from dlrover.protocol.rpc.server import MasterServer
 from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, MAX_STREAMS, SERVICE, call_metadata, open_channel
 from tests.floods import STRANGER
@@ -282,6 +282,45 @@ async def test_refusals_are_told_ever_more_rarely(serve: Serve, caplog: pytest.L
                     await method(QUESTION.encode(Ping()), metadata=call_metadata("wrong"), wait_for_ready=True)
     assert caplog.text.count("strangers refused") <= 6
     assert caplog.text.count("connections of strangers closed") <= 6
+
+
+@pytest.mark.parametrize("is_flooding", [True, False])
+async def test_who_opens_and_resets_calls_is_not_heard_until_its_connection_is_closed(is_flooding: bool) -> None:
+    """A connection that is closed at once comes again at once. What came on this one and nobody has read yet is thrown away."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        door = Door(listening.getsockname()[1])
+        with socket.create_connection(listening.getsockname(), source_address=(STRANGER, 0)) as stranger:
+            ours, place = listening.accept()
+            with ours:
+                for _ in range(MAX_CALLS + is_flooding):
+                    door.refuse(place)
+                stranger.sendall(b"before the look")
+                looking = asyncio.create_task(door.run())
+                try:
+                    thrown = await _until_closed_or_empty(ours)
+                finally:
+                    looking.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await looking
+                assert thrown == is_flooding
+                if is_flooding:
+                    stranger.sendall(b"after it")
+                    with pytest.raises(BlockingIOError):
+                        ours.recv(1, socket.MSG_DONTWAIT)
+
+
+async def _until_closed_or_empty(sock: socket.socket) -> bool:
+    """Whether what has come was taken away while the connection was open."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            try:
+                sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                sock.send(b"x")
+            except BlockingIOError:
+                return True
+            except BrokenPipeError:
+                return False
+            await asyncio.sleep(0.01)  # for the door's look, which tells nobody
 
 
 @pytest.mark.parametrize(
