@@ -30,8 +30,8 @@ from tools.mutation.checks import (
     Versions,
     affordable,
     collected,
-    is_transcript,
     judge,
+    kind_of,
     lines_at_import,
     measure,
 )
@@ -170,14 +170,14 @@ class Campaign:
             self._memory.write_bytes(msgspec.msgpack.encode(sound))
 
     def _order(self, mutant: Mutant) -> list[Check]:
-        """Transcripts and the tests of its room first. Of a mistake in a function only who comes there."""
+        """Transcripts, lives, tables and the tests of its room first. Of a mistake in a function only who comes there."""
         file = str(self._root / mutant.path)
         reached = self._measured if self._is_imported(mutant) else self._who_reaches(mutant)
         room = f"tests/core/{mutant.path.split('/')[-2]}/"
 
         def nearness(check: Check) -> tuple[bool, bool, bool, float]:
             is_recording = "/referees/" in check.name
-            is_near = is_transcript(check.name) or check.name.startswith(room) or is_recording
+            is_near = kind_of(check.name) != "test" or check.name.startswith(room)
             return check.is_simulated, not is_recording and file not in check.lines, not is_near, check.seconds
 
         return affordable(sorted(reached, key=nearness))

@@ -43,7 +43,7 @@ class Catch(msgspec.Struct, frozen=True):
     by: str
     """A test, or the seed of a simulated job."""
     kind: str
-    """transcript, test, recording (of constants), simulation, trace, told, time (it did not end), or import (the module cannot be loaded any more)."""
+    """transcript, life, table, test, recording (of constants), simulation, trace, told, time (it did not end), or import (it cannot be loaded any more)."""
     how: str = ""
 
 
@@ -73,7 +73,8 @@ class Versions:
         if file not in self._known:
             path = self._root / file
             beside = path.with_name(path.stem.removeprefix("test_"))
-            files = [path, *sorted(beside.rglob("*.txt"))] if path.is_file() else []
+            recorded = [*sorted(beside.rglob("*.txt")), *sorted(path.parent.glob("*.xz"))]
+            files = [path, *recorded] if path.is_file() else []
             self._known[file] = f"{self._core} {_digest(files)}"
         return self._known[file]
 
@@ -105,13 +106,21 @@ class Checks:
         for report in runtestprotocol(item, log=False, nextitem=None):
             if report.failed:
                 how = _last_line(str(report.longrepr))
-                kind = "recording" if "/referees/" in name else "transcript" if is_transcript(name) else "test"
-                return Catch(name, kind, how)
+                return Catch(name, kind_of(name), how)
         return None
 
 
-def is_transcript(name: str) -> bool:
-    return name.startswith("tests/core/test_transcripts.py")
+def kind_of(name: str) -> str:
+    """Of a test, as in `Catch`."""
+    return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "test")
+
+
+_KINDS = {
+    "tests/core/test_transcripts.py": "transcript",
+    "tests/core/lives/": "life",
+    "tests/core/test_tables.py": "table",
+    "tests/referees/": "recording",
+}
 
 
 def _simulate(seed: int) -> Catch | None:

@@ -14,6 +14,8 @@ from tools.mutation.mutants import Mutant, all_mutants
 GOAL = 0.95
 KINDS = {
     "transcript": "a transcript",
+    "life": "a recorded life",
+    "table": "the table of a plain function",
     "test": "another test of the core",
     "recording": "the recording of all constants, defaults and tables",
     "simulation": "an invariant of a simulated job, or an exception in it",
