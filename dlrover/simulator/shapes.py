@@ -92,13 +92,16 @@ class Shape(Struct, frozen=True, kw_only=True):
     """The job finds its own size; None: people and faults alone change it."""
     law: tuple[float, float, float] = (0.0, 1.0, 0.0)
     """Parts of a step that stay, that are divided among the nodes, and that each further node adds."""
+    law_knee: int = 0
+    """From so many nodes on each further one adds five times as much; 0: nowhere."""
     law_noise: float = 0.0
     """Of a measurement, as a share."""
 
     def step_time(self, nodes: int) -> float:
         """Seconds of one step in a world of so many nodes."""
         fixed, divided, added = self.law
-        return self.costs.step * (fixed + divided * self.max_nodes / nodes + added * (nodes - 1))
+        num_beyond = max(0, nodes - self.law_knee) if self.law_knee else 0
+        return self.costs.step * (fixed + divided * self.max_nodes / nodes + added * (nodes - 1 + 4 * num_beyond))
 
     @property
     def slowest_step(self) -> float:
@@ -260,7 +263,9 @@ def add_scaling(chance: random.Random, shape: Shape) -> Shape:
         ignore_room=chance.random() < 0.1,
     )
     law = (chance.uniform(0.0, 0.5), chance.uniform(0.2, 1.0), chance.choice([0.0, 0.0, 0.02, 0.2]))
-    return replace(shape, fleet=fleet, scaling=terms, law=law, law_noise=chance.choice([0.0, 0.02, 0.1]))
+    knee = (shape.min_nodes + shape.max_nodes) // 2 if law[2] == 0.02 else 0
+    noise = chance.choice([0.0, 0.02, 0.1])
+    return replace(shape, fleet=fleet, scaling=terms, law=law, law_knee=knee, law_noise=noise)
 
 
 TYPES_ODDS = 0.4

@@ -110,7 +110,7 @@ def of_plan(scaling: Scaling, facts: Facts, promise: Promise) -> Held | None:
 
 def _cost(scaling: Scaling, facts: Facts, promise: Promise) -> Held | None:
     gain = max(promise.gain, promise.saving)
-    if gain * facts.horizon >= PAYS * facts.cost:
+    if gain * facts.horizon > PAYS * facts.cost:
         return None
     needed = PAYS * facts.cost / gain
     why = f"a pause of {facts.cost:.1f} s pays after {needed:.0f} s, and {facts.horizon:.0f} s count"

@@ -10,11 +10,12 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.decision import Answers, Decision, Handlers
-from dlrover.core.happenings import WorkersFailed
+from dlrover.core.happenings import FleetDefined, WorkersFailed
 from dlrover.core.outcome import Deadline, NotYet
 from dlrover.core.scaling import acting, evidence, facts, memory, tuning
 from dlrover.core.scaling.acting import TOPIC
 from dlrover.core.scaling.report import status_of
+from dlrover.core.scaling.servers.start import first_sizes
 from dlrover.core.state import JobState
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, malformed
@@ -170,6 +171,13 @@ def _job_facts(command: JobFacts, decision: Decision) -> Reply:
 def _as_decoded(value: T) -> T:
     """As it comes out of a journal. The shell may give 60 where a float belongs, which is encoded otherwise."""
     return msgspec.convert(msgspec.to_builtins(value), type(value))
+
+
+def on_fleet_defined(decision: Decision, defined: FleetDefined) -> None:
+    """A job with servers that scales itself gets first sizes for the types that have none (spec 07 §9.1)."""
+    scaling, spec = decision.state.scaling, defined.spec
+    if spec.strategy is Strategy.PS and scaling.mode is ScaleMode.ON:
+        defined.replicas = first_sizes(scaling.terms, spec)
 
 
 def on_terms_set(decision: Decision) -> None:

@@ -273,6 +273,8 @@ class PlannedNode(Struct, frozen=True, kw_only=True):
     platform_node: PlatformId
     cpu: float | None = None
     memory_mb: int | None = None
+    is_elsewhere: bool = False
+    """On another machine than it is on now."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):

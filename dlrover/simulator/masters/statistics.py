@@ -11,7 +11,8 @@ import random
 from typing import TYPE_CHECKING
 
 from dlrover.protocol.messages.fleet import NodeType
-from dlrover.protocol.messages.scaling import Configuration, GroupSize, RoomSeen, RunMeasured
+from dlrover.protocol.messages.identity import NodeRank
+from dlrover.protocol.messages.scaling import Configuration, GroupSize, NodeUse, RoomSeen, RunMeasured
 from dlrover.simulator.virtual_time import SECOND
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ LOOK = 30 * SECOND
 WARM_UP = 10.0
 ROOM_ODDS = 0.05
 """Of each look, to see another room."""
+SLOW_ODDS = 0.02
+"""Of each look, to find a straggler."""
 BATCH = 960
 
 
@@ -70,6 +73,25 @@ class Statistics:
             seconds=seconds,
             steps=max(20, int(seconds / step_time)),
             step_time=step_time,
+            nodes=self._slow_node(step_time),
+        )
+
+    def _slow_node(self, step_time: float) -> tuple[NodeUse, ...]:
+        """In some looks one node makes the others wait."""
+        master = self._sim.masters.listening()
+        if master is None or self._chance.random() >= SLOW_ODDS:
+            return ()
+        state = master.job.state
+        placed = [
+            node
+            for member in (() if state.rendezvous.world is None else state.rendezvous.world.members)
+            if state.fleet is not None and (node := state.fleet.of_agent(member.node)) is not None
+        ]
+        if not placed:
+            return ()
+        node = self._chance.choice(placed)
+        return (
+            NodeUse(platform_node=node.id, rank=NodeRank(node.rank), wait_per_step=step_time * self._chance.random()),
         )
 
     def _see_room(self) -> None:
