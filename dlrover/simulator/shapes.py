@@ -16,7 +16,7 @@ from dlrover.protocol.messages.check import CheckTerms
 from dlrover.protocol.messages.data import DatasetSpec, StorageKind
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages.job import Detection, JobTerms, Limits, RestartPolicy
-from dlrover.protocol.messages.scaling import ScaleFor, ScaleMode, ScaleTerms
+from dlrover.protocol.messages.scaling import Optimizer, ScaleFor, ScaleMode, ScaleTerms
 
 
 class Costs(Struct, frozen=True, kw_only=True):
@@ -266,6 +266,23 @@ def add_scaling(chance: random.Random, shape: Shape) -> Shape:
     knee = (shape.min_nodes + shape.max_nodes) // 2 if law[2] == 0.02 else 0
     noise = chance.choice([0.0, 0.02, 0.1])
     return replace(shape, fleet=fleet, scaling=terms, law=law, law_knee=knee, law_noise=noise)
+
+
+def add_server_scaling(chance: random.Random, shape: Shape) -> Shape:
+    """Some jobs with parameter servers change their servers and workers by themselves."""
+    if chance.random() >= SCALING_ODDS or shape.fleet is None:
+        return shape
+    limits = chance.choice([Resource(), Resource(cpu=chance.choice([40.0, 80.0]))])
+    terms = ScaleTerms(
+        mode=chance.choice([ScaleMode.ON, ScaleMode.ON, ScaleMode.ON, ScaleMode.DRY_RUN]),
+        optimizer=chance.choice([Optimizer.FITTED, Optimizer.RULES]),
+        stable_for=20.0,
+        server_pause=chance.choice([60.0, 300.0]),
+        longest_probation=chance.choice([120.0, 600.0]),
+        manual_hold=chance.choice([0.0, 60.0]),
+        slow_start=chance.choice([60.0, 1800.0, 1800.0]),
+    )
+    return replace(shape, fleet=replace(shape.fleet, limits=limits), scaling=terms)
 
 
 TYPES_ODDS = 0.4

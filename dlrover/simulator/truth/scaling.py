@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlrover.core.fleet.fleet import Fleet
 from dlrover.core.job import Job
 from dlrover.core.scaling.facts import cost_of_change
+from dlrover.protocol.messages.cluster import ClusterPhase
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.scaling import RoomSeen, RunMeasured, ScaleDecision, ScaleOutcome
 from dlrover.simulator.virtual_time import SECOND
@@ -59,6 +60,8 @@ class ScalingTruth:
             self._busy = "nodes are pending"
         elif fleet.migrations:
             self._busy = "nodes are being exchanged"
+        elif job.state.cluster is not None:
+            self._busy = "" if job.state.cluster.phase is ClusterPhase.TRAINING else "the cluster changes"
         elif rdzv.world is None or rdzv.opening is not None:
             self._busy = "a round is open"
 
@@ -104,6 +107,8 @@ class ScalingTruth:
         return None
 
     def _decided(self, job: Job, made: ScaleDecision, command: object) -> tuple[str, str] | None:
+        if job.state.cluster is not None:
+            return self._of_servers(job, made)
         group = made.plan.group(NodeType.WORKER)
         if group is None or group.count is None or made.outcome not in (ScaleOutcome.PLANNED, ScaleOutcome.TAKEN_BACK):
             return None
@@ -130,6 +135,24 @@ class ScalingTruth:
             return "I10", f"changes at {self._moves[-1].at} and {made.at}: there was no cool-down"
         self._moves.append(Move(made.number, made.at, 1 if made.nodes_after > made.nodes_before else -1))
         return self._pauses(job, made)
+
+    def _of_servers(self, job: Job, made: ScaleDecision) -> tuple[str, str] | None:
+        """Of a job with parameter servers."""
+        fleet, terms = job.state.fleet, job.state.scaling.terms
+        if fleet is None or made.outcome is not ScaleOutcome.PLANNED:
+            return None
+        if self._busy:
+            return "I10", f"a change is planned while {self._busy}: {made.sentence}"
+        servers, workers = fleet.replicas[NodeType.PS], fleet.replicas[NodeType.WORKER]
+        planned = {group.node_type: group.count for group in made.plan.groups}
+        if (planned.get(NodeType.PS) or 0) > terms.most_servers or servers.target < 1:
+            return "I10", f"{servers.target} servers: {made.sentence}"
+        if (planned.get(NodeType.WORKER) or 0) > workers.spec.count:
+            return "I10", f"{workers.target} workers, and the user gave {workers.spec.count}: {made.sentence}"
+        if self._moves and made.at - self._moves[-1].at < terms.server_pause * SECOND:
+            return "I10", f"changes at {self._moves[-1].at} and {made.at}: there was no cool-down"
+        self._moves.append(Move(made.number, made.at, 1))
+        return None
 
     def _exchanges(self, job: Job) -> str | None:
         recent = [at for at in job.state.scaling.exchanged.values() if at > job.state.now - HOUR]

@@ -43,6 +43,8 @@ from dlrover.protocol.messages.scaling import (
 
 MOST_EVALUATIONS = 200
 MOST_SHOWN = 5
+MOST_GROWTH = 2
+"""Times what runs: a forecast does not reach further."""
 BUSY = 0.9
 """Share of its cores that a node must use for more of them to count."""
 
@@ -237,12 +239,16 @@ def _steps(state: JobState, known: Facts, one: Option, now: Option) -> list[Opti
         cap = _user_workers(state)
         found += [one._replace(workers=count) for count in _around(one.workers) if 1 <= count <= cap]
         if one.worker_cpu and len(_movable_workers(state)) > _num_workers(state) // 2:
-            found += [one._replace(worker_cpu=cpu) for cpu in _cores_around(state.scaling, one.worker_cpu)]
+            found += [
+                one._replace(worker_cpu=cpu) for cpu in _cores_around(state.scaling, one.worker_cpu, now.worker_cpu)
+            ]
     if NodeType.PS in terms.types and not known.slow_start:
-        servers = [one._replace(servers=count) for count in _around(one.servers) if 1 <= count <= terms.most_servers]
+        most = min(terms.most_servers, MOST_GROWTH * now.servers)
+        found += [one._replace(servers=count) for count in _around(one.servers) if 1 <= count <= most]
         if one.server_cpu and not _is_size_users(state):
-            servers += [one._replace(server_cpu=cpu) for cpu in _cores_around(state.scaling, one.server_cpu)]
-        found += servers
+            found += [
+                one._replace(server_cpu=cpu) for cpu in _cores_around(state.scaling, one.server_cpu, now.server_cpu)
+            ]
     return [each for each in found if _is_server_part_worth_it(state, each, now)]
 
 
@@ -252,9 +258,10 @@ def _is_server_part_worth_it(state: JobState, option: Option, now: Option) -> bo
     return is_same or not option.server_cpu or not is_small_change(state, option.servers * option.server_cpu)
 
 
-def _cores_around(scaling: Scaling, cores: float) -> list[float]:
+def _cores_around(scaling: Scaling, cores: float, now: float) -> list[float]:
     terms = scaling.terms
-    return [float(cpu) for cpu in _around(round(cores)) if terms.smallest.cpu <= cpu <= terms.largest.cpu]
+    most = min(terms.largest.cpu, MOST_GROWTH * now)
+    return [float(cpu) for cpu in _around(round(cores)) if terms.smallest.cpu <= cpu <= most]
 
 
 def _around(count: int) -> list[int]:
