@@ -87,7 +87,8 @@ def _cool_down(scaling: Scaling, facts: Facts, kind: str) -> Held | None:
 
 
 def _pauses(scaling: Scaling, facts: Facts) -> Held | None:
-    recent = [change.at for change in scaling.own_changes if change.at > facts.now - micros(HOUR)]
+    pausing = [change.at for change in scaling.own_changes if change.kind != TUNING]
+    recent = [at for at in pausing if at > facts.now - micros(HOUR)]
     if len(recent) < FREE_CHANGES or (len(recent) + 1) * facts.cost <= MOST_PAUSE * HOUR:
         return None
     why = (

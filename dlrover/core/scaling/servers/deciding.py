@@ -44,6 +44,7 @@ HOT = 0.9
 HOTTER = 1.5
 """Times the median of the others."""
 WATCHED = 180.0
+"""Seconds for which a server has to be hot or idle; less where a configuration is seen for less than a minute: three times as long as that."""
 IDLE = 0.4
 LEAST_LEFT = 3600.0
 IDLE_MARGIN = 4
@@ -92,7 +93,7 @@ def _hot(state: JobState, known: Facts) -> Verdict | None:
         had = cores_given(state, node)
         others = [each.cpu / cores_given(state, each) for each in nodes if each is not node]
         use = node.cpu / had
-        if node.seconds < WATCHED or use < HOT or use < HOTTER * median(others):
+        if not _is_watched(state, node) or use < HOT or use < HOTTER * median(others):
             continue
         cpu = _cores_for_hot(state, node, had)
         plan = Plan(nodes=(PlannedNode(platform_node=node.platform_node, cpu=cpu),))
@@ -103,6 +104,10 @@ def _hot(state: JobState, known: Facts) -> Verdict | None:
                 plan,
             )
     return None
+
+
+def _is_watched(state: JobState, node: NodeUse) -> bool:
+    return node.seconds >= min(WATCHED, 3 * state.scaling.terms.stable_for)
 
 
 def _cores_for_hot(state: JobState, node: NodeUse, had: float) -> float:
@@ -117,7 +122,7 @@ def _cores_for_hot(state: JobState, node: NodeUse, had: float) -> float:
 
 def _all_hot(state: JobState, known: Facts) -> Verdict | None:
     nodes = [node for node in measured_servers(state) if cores_given(state, node) > 0]
-    is_hot = nodes and all(node.seconds >= WATCHED and node.cpu >= HOT * cores_given(state, node) for node in nodes)
+    is_hot = nodes and all(_is_watched(state, node) and node.cpu >= HOT * cores_given(state, node) for node in nodes)
     if not is_hot or state.fleet is None or known.slow_start:
         return None
     count = state.fleet.replicas[NodeType.PS].target
@@ -136,7 +141,11 @@ def _idle(state: JobState, known: Facts) -> Verdict | None:
     planned = []
     for node in measured_servers(state):
         had, fewer = cores_given(state, node), float(math.ceil(node.cpu_max) + IDLE_MARGIN)
-        if node.seconds >= WATCHED and node.cpu_max < IDLE * had and max(fewer, state.scaling.terms.smallest.cpu) < had:
+        if (
+            _is_watched(state, node)
+            and node.cpu_max < IDLE * had
+            and max(fewer, state.scaling.terms.smallest.cpu) < had
+        ):
             planned.append(
                 PlannedNode(platform_node=node.platform_node, cpu=max(fewer, state.scaling.terms.smallest.cpu))
             )
