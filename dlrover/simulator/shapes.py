@@ -281,6 +281,7 @@ def add_server_scaling(chance: random.Random, shape: Shape) -> Shape:
         longest_probation=chance.choice([120.0, 600.0]),
         manual_hold=chance.choice([0.0, 60.0]),
         slow_start=chance.choice([60.0, 1800.0, 1800.0]),
+        gives_sizes=True,
     )
     return replace(shape, fleet=replace(shape.fleet, limits=limits), scaling=terms)
 

@@ -176,7 +176,7 @@ def _as_decoded(value: T) -> T:
 def on_fleet_defined(decision: Decision, defined: FleetDefined) -> None:
     """A job with servers that scales itself gets first sizes for the types that have none (spec 07 §9.1)."""
     scaling, spec = decision.state.scaling, defined.spec
-    if spec.strategy is Strategy.PS and scaling.mode is ScaleMode.ON:
+    if spec.strategy is Strategy.PS and scaling.mode is ScaleMode.ON and scaling.terms.gives_sizes:
         defined.replicas = first_sizes(scaling.terms, spec)
 
 

@@ -79,7 +79,7 @@ def test_a_time_that_is_no_number_of_seconds_says_nothing(said: str) -> None:
 
 def test_9_1_a_job_that_names_no_sizes_begins_with_those_of_the_first_plan() -> None:
     scene = FleetScene(terms(1, 3))
-    scene.do(DefineScaling(terms=ScaleTerms(mode=ScaleMode.ON)))
+    scene.do(DefineScaling(terms=ScaleTerms(mode=ScaleMode.ON, gives_sizes=True)))
     replicas = {kind: ReplicaSpec(count=1) for kind in (NodeType.PS, NodeType.EVALUATOR)}
     replicas[NodeType.WORKER] = ReplicaSpec(count=3)
     scene.begin(FleetSpec(replicas=replicas, strategy=Strategy.PS))
@@ -91,7 +91,7 @@ def test_9_1_a_job_that_names_no_sizes_begins_with_those_of_the_first_plan() -> 
 def test_9_1_a_fifth_of_the_limits_within_the_limits() -> None:
     for limit, each in ((100, 16.0), (10, 0.0)):
         scene = FleetScene(terms(1, 3))
-        scene.do(DefineScaling(terms=ScaleTerms(mode=ScaleMode.ON)))
+        scene.do(DefineScaling(terms=ScaleTerms(mode=ScaleMode.ON, gives_sizes=True)))
         replicas = {NodeType.WORKER: ReplicaSpec(count=3), NodeType.PS: ReplicaSpec(count=2)}
         limits = Resource(cpu=limit, memory_mb=102_400)
         scene.begin(FleetSpec(replicas=replicas, strategy=Strategy.PS, limits=limits))
@@ -100,7 +100,7 @@ def test_9_1_a_fifth_of_the_limits_within_the_limits() -> None:
 
 def test_9_2_sizes_of_users_stay_and_so_do_types_that_may_not_be_changed() -> None:
     scene = FleetScene(terms(1, 3))
-    scene.do(DefineScaling(terms=ScaleTerms(mode=ScaleMode.ON, types=(NodeType.PS,))))
+    scene.do(DefineScaling(terms=ScaleTerms(mode=ScaleMode.ON, gives_sizes=True, types=(NodeType.PS,))))
     replicas = {NodeType.WORKER: ReplicaSpec(count=2), NodeType.PS: ReplicaSpec(count=1, resource=SIZE)}
     scene.begin(FleetSpec(replicas=replicas, strategy=Strategy.PS))
     found = {launch.node_type: launch.resource for launch in scene.launches.values()}
@@ -160,7 +160,7 @@ def found_by(scene: ServerScene, *nodes: Any, worker_cpu: float = 1.0) -> tuple[
 
 def test_busy_servers_would_be_faster_with_more_cores_and_idle_ones_would_not() -> None:
     for used, is_faster in ((4.0, True), (1.0, False)):
-        scene = ServerScene.begun(size=Resource())
+        scene = ServerScene.begun(size=Resource(), gives_sizes=True)
         now, found = found_by(scene, *(server(rank, used, seconds=100) for rank in range(3)))
         more = [ratio for option, ratio in found.items() if option == now._replace(server_cpu=option.server_cpu)]
         assert (max(more) > 1) == is_faster
@@ -179,7 +179,9 @@ def test_cores_of_workers_are_not_looked_at_where_most_of_them_are_critical() ->
 
 
 def test_no_option_is_within_the_dead_band_of_the_servers() -> None:
-    now, found = found_by(ServerScene.begun(size=Resource()), *(server(rank, 4.0, seconds=100) for rank in range(3)))
+    now, found = found_by(
+        ServerScene.begun(size=Resource(), gives_sizes=True), *(server(rank, 4.0, seconds=100) for rank in range(3))
+    )
     total = now.servers * now.server_cpu
     for option in found:
         share = option.servers * option.server_cpu / total
