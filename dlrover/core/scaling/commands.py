@@ -234,6 +234,7 @@ def on_memory_ran_out(decision: Decision) -> None:
     grown = memory.grown_workers(state)
     if grown is not None:
         scaling.memory_grown = True
+        scaling.memory_before = 0 if state.fleet is None else state.fleet.workers.spec.resource.memory_mb
         scaling.probation = None
         acting.note_change(scaling, decision.now)
         decision.announce(decision.on.workers_grown, grown)

@@ -127,6 +127,8 @@ class Scaling(Struct, kw_only=True):
     """By what they are about."""
     memory_grown: bool = False
     """All workers were started again with more memory after an OOM: that happens once."""
+    memory_before: int = 0
+    """MiB that each of them had until then."""
     exchanged: dict[str, Micros] = {}
     """Stragglers that were exchanged, by rank."""
     exchanges: dict[PlatformId, Micros] = {}
