@@ -272,7 +272,7 @@ def _scaling(options: argparse.Namespace, start: ClusterStart | None) -> ScaleTe
     if start is None:
         return scaling_of(options, os.environ).terms
     options.nodes_start = options.nodes_start or start.nodes_start
-    return scaling_of(options, os.environ, default=start.scale_mode, types=start.scaled_types).terms
+    return scaling_of(options, os.environ, default=start.scale_mode, types=start.scaled_types, gives_sizes=True).terms
 
 
 def _cluster_wish(

@@ -19,6 +19,7 @@ from dlrover.core.happenings import (
     AnotherNode,
     ClusterLooks,
     CutTaking,
+    FleetDefined,
     JobEnds,
     ModelReturns,
     NodeLost,
@@ -111,6 +112,7 @@ class Reactions(NamedTuple):
     """Workers of the newest round failed, or stand still."""
     world_unclaimed: Rows[[str]]
     """A world from before the journal was lost cannot go on, for this reason."""
+    fleet_defined: Rows[[FleetDefined]]
     job_grows: Rows[[int]]
     """It is asked for so many nodes at most, and nothing has changed yet. Whoever cannot bear it raises `Rejected`."""
     job_scaled: Rows[[int]]
@@ -119,6 +121,8 @@ class Reactions(NamedTuple):
     """By the job itself, by its room or by a person."""
     plan_made: Rows[[PlanMade]]
     """About servers, sizes, or nodes beside the world."""
+    exchange_called_off: Rows[[PlatformId]]
+    """Of this old node, whose successor did not come."""
     memory_ran_out: Rows[[]]
     """The memory of a worker's node in a world."""
     workers_grown: Rows[[int]]

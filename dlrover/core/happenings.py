@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from dlrover.agreed.reach import NOTHING_TOLD
 from dlrover.core.membership.nodes import Node
-from dlrover.protocol.messages.fleet import NodeExit
+from dlrover.protocol.messages.fleet import FleetSpec, NodeExit, NodeType, ReplicaSpec
 from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.messages.job import (
     Attach,
@@ -126,6 +126,13 @@ class WorkersFailed(Struct):
     """Answer: what the accountant calls it."""
     is_hopeless: bool = False
     """Answer: too few nodes are left for that round, so nothing has to be decided."""
+
+
+class FleetDefined(Struct):
+    spec: FleetSpec
+    """As people gave it."""
+    replicas: dict[NodeType, ReplicaSpec]
+    """Answer: with sizes for the types that have none."""
 
 
 class TargetMoved(NamedTuple):

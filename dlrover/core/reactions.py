@@ -125,6 +125,7 @@ def _table(*, has_platform: bool, has_checks: bool) -> Reactions:
             scaling.on_workers_failed,
         ),
         world_unclaimed=(adoption.give_up_claims,),
+        fleet_defined=(scaling.on_fleet_defined,),
         job_grows=platform(fleet.on_job_grows),
         job_scaled=platform(targets.on_job_scaled),
         target_moved=(
@@ -132,6 +133,7 @@ def _table(*, has_platform: bool, has_checks: bool) -> Reactions:
             *platform(targets.on_target_moved),
         ),
         plan_made=platform(targets.on_plan_made),
+        exchange_called_off=platform(targets.on_exchange_called_off),
         memory_ran_out=platform(scaling.on_memory_ran_out),
         workers_grown=platform(targets.on_workers_grown),
         bounds_moved=(scaling.on_bounds_moved,),

@@ -96,7 +96,7 @@ class _Compute:
 class _Usage:
     """Of one node: its newest readings of CPU (with their time) and its greatest memory."""
 
-    cpu: deque[tuple[Micros, float]] = field(default_factory=lambda: deque(maxlen=64))
+    cpu: deque[tuple[Micros, float]] = field(default_factory=lambda: deque(maxlen=128))
     cpu_sum: float = 0.0
     num: int = 0
     memory_mib: float = 0.0
@@ -511,8 +511,10 @@ def _waits(run: _RunSums, round_: Round) -> dict[NodeId, float]:
 def _node_use(state: JobState, node: NodeId, usage: _Usage, wait: float, now: Micros) -> NodeUse:
     placed = None if state.fleet is None else state.fleet.of_agent(node)
     since = now - round(WINDOW * MICROS_PER_SECOND)
-    readings = [(at, cpu) for at, cpu in usage.cpu if at >= since]
-    cores = [cpu for _, cpu in readings]
+    cores = [cpu for at, cpu in usage.cpu if at >= since]
+    began_at = (
+        max(since, usage.cpu[0][0]) if usage.cpu else now
+    )  # a reading is the mean of the time since the one before
     return NodeUse(
         platform_node=PlatformId(-1) if placed is None else placed.id,
         node_type=_type_of(state, node),
@@ -520,7 +522,7 @@ def _node_use(state: JobState, node: NodeId, usage: _Usage, wait: float, now: Mi
         cpu=round(statistics.fmean(cores), 3) if cores else 0.0,
         cpu_max=round(max(cores, default=0.0), 3),
         memory_mb=round(usage.newest_mib, 1),
-        seconds=round(min(WINDOW, (now - readings[0][0]) / MICROS_PER_SECOND), 1) if readings else 0.0,
+        seconds=round((now - began_at) / MICROS_PER_SECOND, 1) if cores else 0.0,
         wait_per_step=round(wait, 6),
     )
 
@@ -535,11 +537,13 @@ def _types(configuration: Configuration) -> list[NodeType]:
 
 
 def _group(node_type: NodeType, resources: Sequence[Resource], *, count: int | None = None) -> GroupSize:
-    """The smallest of each: what all of them have."""
+    """The smallest of each: what all of them have. Cores of workers beside servers: what most have, because critical ones keep theirs."""
+    cores = [each.cpu for each in resources]
+    is_beside_servers = node_type is NodeType.WORKER and count is None
     return GroupSize(
         node_type,
         len(resources) if count is None else count,
-        min((each.cpu for each in resources), default=0.0),
+        statistics.median_high(cores) if cores and is_beside_servers else min(cores, default=0.0),
         min((each.memory_mb for each in resources), default=0),
         min((each.gpus for each in resources), default=0),
     )

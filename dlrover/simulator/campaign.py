@@ -41,6 +41,7 @@ from dlrover.simulator.shapes import (
     add_pods,
     add_rooms,
     add_scaling,
+    add_server_scaling,
     add_syncs,
     add_types,
     draw_large_shape,
@@ -140,6 +141,7 @@ def draw_task_plan(seed: int) -> SeedPlan:
     hours = chance.choice([0.05, 0.1]) if is_sprint else 1.0
     intensity = chance.choice([10.0, 30.0]) if is_sprint else chance.choice([0.5, 1.0, 3.0, 8.0])
     shape = add_pods(random.Random(f"{seed}/tasks/pods"), draw_task_shape(chance, hours))
+    shape = add_server_scaling(random.Random(f"{seed}/tasks/scaling"), shape)
     assert shape.fleet is not None, "servers are asked for"
     num_nodes = sum(replicas.count for replicas in shape.fleet.replicas.values())
     mix = STANDARD_MIX | FLEET_MIX | TASK_MIX

@@ -16,7 +16,7 @@ from dlrover.protocol.messages.check import CheckTerms
 from dlrover.protocol.messages.data import DatasetSpec, StorageKind
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages.job import Detection, JobTerms, Limits, RestartPolicy
-from dlrover.protocol.messages.scaling import ScaleFor, ScaleMode, ScaleTerms
+from dlrover.protocol.messages.scaling import Optimizer, ScaleFor, ScaleMode, ScaleTerms
 
 
 class Costs(Struct, frozen=True, kw_only=True):
@@ -92,13 +92,16 @@ class Shape(Struct, frozen=True, kw_only=True):
     """The job finds its own size; None: people and faults alone change it."""
     law: tuple[float, float, float] = (0.0, 1.0, 0.0)
     """Parts of a step that stay, that are divided among the nodes, and that each further node adds."""
+    law_knee: int = 0
+    """From so many nodes on each further one adds five times as much; 0: nowhere."""
     law_noise: float = 0.0
     """Of a measurement, as a share."""
 
     def step_time(self, nodes: int) -> float:
         """Seconds of one step in a world of so many nodes."""
         fixed, divided, added = self.law
-        return self.costs.step * (fixed + divided * self.max_nodes / nodes + added * (nodes - 1))
+        num_beyond = max(0, nodes - self.law_knee) if self.law_knee else 0
+        return self.costs.step * (fixed + divided * self.max_nodes / nodes + added * (nodes - 1 + 4 * num_beyond))
 
     @property
     def slowest_step(self) -> float:
@@ -260,7 +263,27 @@ def add_scaling(chance: random.Random, shape: Shape) -> Shape:
         ignore_room=chance.random() < 0.1,
     )
     law = (chance.uniform(0.0, 0.5), chance.uniform(0.2, 1.0), chance.choice([0.0, 0.0, 0.02, 0.2]))
-    return replace(shape, fleet=fleet, scaling=terms, law=law, law_noise=chance.choice([0.0, 0.02, 0.1]))
+    knee = (shape.min_nodes + shape.max_nodes) // 2 if law[2] == 0.02 else 0
+    noise = chance.choice([0.0, 0.02, 0.1])
+    return replace(shape, fleet=fleet, scaling=terms, law=law, law_knee=knee, law_noise=noise)
+
+
+def add_server_scaling(chance: random.Random, shape: Shape) -> Shape:
+    """Some jobs with parameter servers change their servers and workers by themselves."""
+    if chance.random() >= SCALING_ODDS or shape.fleet is None:
+        return shape
+    limits = chance.choice([Resource(), Resource(cpu=chance.choice([40.0, 80.0]))])
+    terms = ScaleTerms(
+        mode=chance.choice([ScaleMode.ON, ScaleMode.ON, ScaleMode.ON, ScaleMode.DRY_RUN]),
+        optimizer=chance.choice([Optimizer.FITTED, Optimizer.RULES]),
+        stable_for=20.0,
+        server_pause=chance.choice([60.0, 300.0]),
+        longest_probation=chance.choice([120.0, 600.0]),
+        manual_hold=chance.choice([0.0, 60.0]),
+        slow_start=chance.choice([60.0, 1800.0, 1800.0]),
+        gives_sizes=True,
+    )
+    return replace(shape, fleet=replace(shape.fleet, limits=limits), scaling=terms)
 
 
 TYPES_ODDS = 0.4

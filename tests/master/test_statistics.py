@@ -64,9 +64,15 @@ class Lab:
             self.scene.do(found)
 
     def train(
-        self, seconds: float, step_time: float = 0.1, *, shape: StepShape = UNKNOWN, is_stalled: bool = False
+        self,
+        seconds: float,
+        step_time: float = 0.1,
+        *,
+        shape: StepShape = UNKNOWN,
+        is_stalled: bool = False,
+        slow: str = "",
     ) -> None:
-        """Heartbeats of all nodes for so long."""
+        """Heartbeats of all nodes for so long. The slow one computes in each step for twice as long as the others."""
         state = self.scene.job.state
         end = self.seconds + seconds
         while self.seconds < end:
@@ -90,13 +96,14 @@ class Lab:
                 shape=shape,
                 is_stalled=is_stalled,
             )
-            for agent in self.scene.agents.values():
+            for name, agent in self.scene.agents.items():
                 if agent.node in state.nodes.live:
+                    own = msgspec.structs.replace(worker, plain_seconds=self.spent) if name == slow else worker
                     report = ProgressReport(
                         node=agent.node,
                         incarnation=agent.incarnation,
                         round=state.rendezvous.round,
-                        workers=(worker,),
+                        workers=(own,),
                     )
                     self.runs.heard_progress(report, state, micros(self.seconds))
             self.look()
@@ -240,6 +247,17 @@ class TestResources:
         assert (use.cpu, use.cpu_max, use.cpu_most, use.memory_mb) == (2.0, 2.5, 3.0, 700)
         [group] = lab.told[-1].configuration.groups
         assert (group.cpu, group.memory_mb) == (4, 2048)
+
+    def test_a_node_for_which_the_others_wait_is_named_with_its_use_of_three_minutes(self) -> None:
+        lab = Lab(3)
+        lab.train(30)
+        for cpu in range(12):
+            lab.use("n1", cpu=float(cpu), mib=512)
+            lab.train(20, slow="n1")
+        [named] = lab.told[-1].nodes
+        assert (named.rank, named.seconds) == (1, 180.0), "readings come at any moment, the window is full all the same"
+        assert named.wait_per_step == pytest.approx(0.05, rel=0.1)
+        assert named.cpu_max == 11.0 >= named.cpu > 5.5, "the first minute does not count any more"
 
     def test_growing_memory_is_told_with_its_slope_and_points(self) -> None:
         lab = Lab()

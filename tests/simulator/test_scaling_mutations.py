@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dlrover.core.scaling import acting, brakes
+from dlrover.core.scaling import acting, brakes, stragglers
+from dlrover.core.scaling import facts as known_facts
 from dlrover.core.scaling.facts import Facts
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages.scaling import ScaleFor, ScaleMode, ScaleTerms
@@ -46,6 +47,14 @@ def the_room_is_no_bound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("dlrover.core.scaling.verdict._bound", lambda known, nodes: "")
 
 
+def nothing_is_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(known_facts, "_under_way", lambda state: "")
+
+
+def slow_nodes_are_exchanged_again_and_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stragglers, "allowed_at", lambda scaling, now: now)
+
+
 def first_failure(law: tuple[float, float, float]) -> Failure | None:
     outcomes = (run_plan(a_plan(seed, law)) for seed in range(40))
     return next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
@@ -64,6 +73,8 @@ def test_the_shipped_core_breaks_nothing(law: tuple[float, float, float]) -> Non
         (nothing_is_taken_back, NOISY, {"I10"}),
         (what_was_taken_back_is_forgotten, NOISY, {"I11"}),
         (the_room_is_no_bound, PRICEY, {"I10"}),
+        (nothing_is_awaited, PRICEY, {"I10"}),
+        (slow_nodes_are_exchanged_again_and_again, PRICEY, {"I10"}),
     ],
 )
 def test_a_broken_promise_of_scaling_is_noticed(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages.fleet import NodeType
-from dlrover.protocol.messages.scaling import Optimizer, ScaleFor, ScaleMode, ScaleTerms, Tuner
+from dlrover.protocol.messages.fleet import NodeType, Resource
+from dlrover.protocol.messages.scaling import ModelCard, Optimizer, ScaleFor, ScaleMode, ScaleTerms, Tuner
 
 if TYPE_CHECKING:
     import argparse  # the launcher does without it, for the sake of its start
@@ -99,6 +99,19 @@ def add_scaling_options(add: Callable[..., object]) -> None:
     add("--nodes-start", type=int, default=0, metavar="N", help="nodes to begin with under --auto-scale on (MIN)")
     add("--optimizer", default=None, metavar="|".join(Optimizer), help="how it plans (fitted)")
     add("--ignore-room", action="store_true", help="a room that shrinks is no order to shrink")
+    for which, default in (("smallest", "cpu=4,memory=6Gi"), ("largest", "cpu=32,memory=64Gi")):
+        add(
+            f"--{which}-node",
+            default=None,
+            metavar="cpu=C,memory=M",
+            help=f"no plan gives a node {'less' if which == 'smallest' else 'more'} ({default})",
+        )
+    add(
+        "--model-card",
+        default=None,
+        metavar="BLOCK,LAYERS,HEADS,EMBEDDING",
+        help="of the transformer, for --tuner historical (128,20,20,1280)",
+    )
     add(
         "--tuner",
         default=None,
@@ -115,6 +128,7 @@ def scaling_of(
     types: tuple[NodeType, ...] | None = None,
     tuner: Tuner = Tuner.OFF,
     bounds: tuple[int, int] | None = None,
+    gives_sizes: bool = False,
 ) -> ScalingOptions:
     """
     Raises `ConfigError`. `default`: the mode where no option gives one. `types`: that may be changed; None: all that can. `bounds`: least and
@@ -128,12 +142,19 @@ def scaling_of(
         "mode": default if options.auto_scale is None else _one_of(ScaleMode, options.auto_scale, "--auto-scale"),
         "nodes_start": start or (0 if bounds is None else bounds[0]),
         "ignore_room": options.ignore_room,
+        "gives_sizes": gives_sizes,
         "tuner": tuner if options.tuner is None else read_tuner(options.tuner),
     }
     if options.scale_for is not None:
         given["scale_for"] = _one_of(ScaleFor, options.scale_for, "--scale-for")
     if options.optimizer is not None:
         given["optimizer"] = read_optimizer(options.optimizer)
+    if options.smallest_node is not None:
+        given["smallest"] = _node_size("--smallest-node", options.smallest_node, terms.smallest)
+    if options.largest_node is not None:
+        given["largest"] = _node_size("--largest-node", options.largest_node, terms.largest)
+    if options.model_card is not None:
+        given["model_card"] = _model_card(options.model_card)
     if types is not None:
         given["types"] = types
     try:
@@ -170,6 +191,30 @@ def read_optimizer(text: str) -> Optimizer:
 
 def read_tuner(text: str) -> Tuner:
     return _one_of(Tuner, text, "--tuner")
+
+
+def _node_size(option: str, text: str, default: Resource) -> Resource:
+    """`cpu=8,memory=16Gi`, as in Kubernetes; what is left out stays."""
+    from dlrover.platforms.kubernetes.quantities import cpu_of, memory_mb_of  # late: few give it
+
+    readers: dict[str, Callable[[object], float]] = {"cpu": cpu_of, "memory": memory_mb_of}
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in readers or not value or name in found:
+            raise ConfigError(f"{option} {text}: give cpu=C, memory=M or both, such as cpu=8,memory=16Gi.")
+        found[name] = readers[name](value)
+    return Resource(cpu=found.get("cpu", default.cpu), memory_mb=int(found.get("memory", default.memory_mb)))
+
+
+def _model_card(text: str) -> ModelCard:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(ModelCard.__struct_fields__):
+        raise ConfigError(f"--model-card {text}: give four whole numbers, block size, layers, heads and embedding.")
+    return ModelCard(**dict(zip(ModelCard.__struct_fields__, numbers, strict=True)))
 
 
 def _one_of(kind: type[T], text: str, option: str) -> T:

@@ -24,7 +24,7 @@ from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.cluster import FRESH, NO_CUT, ClusterPhase, ClusterTask, VersionView
 from dlrover.protocol.messages.fleet import NodeType
-from dlrover.protocol.messages.identity import Incarnation, Micros, NodeId, PlatformId, Round
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, Incarnation, Micros, NodeId, PlatformId, Round
 from dlrover.protocol.messages.job import Idle, Run, Wait, Wish, WorldSpec
 
 GATHER_PATIENCE = 600.0
@@ -38,6 +38,7 @@ FINISH_PATIENCE = 60.0
 """Seconds for workers to end after the chief has."""
 EVALUATION_PATIENCE = 300.0
 """Seconds for the last evaluation after the training."""
+NUM_PAUSES = 5
 TRAINED = (NodeType.CHIEF, NodeType.WORKER)
 _OPEN = (ClusterPhase.TRAINING, ClusterPhase.PARKING)
 
@@ -122,6 +123,13 @@ class Cluster(Struct, kw_only=True):
     failing: dict[str, Failing] = {}
     progress: int = 0
     """Grows with what the job does."""
+    began_at: Micros = Micros(0)
+    start_seconds: float = 0.0
+    """Until the first version trained; 0: it has not yet."""
+    changes_since: Micros | None = None
+    """When training stopped for a change of the servers that was planned; None: none is under way, or a loss came between."""
+    pauses: list[float] = []
+    """Seconds that the newest of these changes took."""
 
     # What the shell of the core asks for.
 
@@ -253,6 +261,7 @@ class Cluster(Struct, kw_only=True):
             if not self.is_only_saving:
                 self._begin_parking(now)
             self.is_only_saving = False
+            self.changes_since = now
             said.append(
                 f"The parameter servers change from {len(self.servers)} to {len(around.servers)}: chief and workers park, the "
                 "chief saves, then they go on with the new ones."
@@ -304,6 +313,10 @@ class Cluster(Struct, kw_only=True):
             return []  # a new chief beside living variables: nothing was restored
         self.restored_step = step
         self._enter(ClusterPhase.TRAINING, now)
+        self.start_seconds = self.start_seconds or (now - self.began_at) / MICROS_PER_SECOND
+        if self.changes_since is not None:
+            self.pauses = [*self.pauses, (now - self.changes_since) / MICROS_PER_SECOND][-NUM_PAUSES:]
+            self.changes_since = None
         what = "a fresh model" if step == FRESH else f"the model of step {step}"
         return [f"Version {self.version} trains {what} on {len(self.servers)} parameter servers."]
 
@@ -331,7 +344,9 @@ class Cluster(Struct, kw_only=True):
         if self.is_only_saving and self.phase is ClusterPhase.SAVING:
             self._go_on("", now, said)
         elif self.phase is ClusterPhase.SAVING:
+            since = self.changes_since
             self._begin_version(f"step {step} is saved and the parameter servers change", now, said)
+            self.changes_since = since
         return said
 
     def returned_to(self, cut: int) -> None:
@@ -380,7 +395,9 @@ class Cluster(Struct, kw_only=True):
 
     def master_restarted(self, by: int) -> None:
         """Nobody could say anything meanwhile."""
-        self.since = Micros(self.since + by)
+        self.since, self.began_at = Micros(self.since + by), Micros(self.began_at + by)
+        if self.changes_since is not None:
+            self.changes_since = Micros(self.changes_since + by)
         if self.finished_at is not None:
             self.finished_at = Micros(self.finished_at + by)
 
@@ -397,7 +414,7 @@ class Cluster(Struct, kw_only=True):
     def _begin_version(self, why: str, now: Micros, said: list[str]) -> None:
         self.version += 1
         self.servers, self.addresses, self.restored_step, self.is_late, self.has_failure = [], [], None, False, False
-        self.is_only_saving = False
+        self.is_only_saving, self.changes_since = False, None
         self.processes = {
             node: each for node, each in self.processes.items() if each.seat.node_type is NodeType.EVALUATOR
         }

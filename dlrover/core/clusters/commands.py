@@ -72,7 +72,7 @@ def on_agent_comes(decision: Decision, comes: AgentComes) -> None:
 def on_terms_set(decision: Decision) -> None:
     terms = decision.state.terms
     if terms is not None and terms.strategy is Strategy.PS:
-        decision.state.cluster = Cluster(since=decision.now)
+        decision.state.cluster = Cluster(since=decision.now, began_at=decision.now)
 
 
 def on_master_restarted(decision: Decision) -> None:

@@ -15,6 +15,7 @@ from dlrover.core.decision import Answers, Decision, Handlers
 from dlrover.core.fleet import job_limits, life_cycle, parameter_servers, platform_news, reconcile, relaunch, targets
 from dlrover.core.fleet.fleet import Fleet
 from dlrover.core.fleet.replicas import FleetNode, Replicas
+from dlrover.core.happenings import FleetDefined
 from dlrover.core.outcome import NotYet
 from dlrover.core.state import JobState
 from dlrover.protocol.error_codes import ErrorCode
@@ -82,7 +83,9 @@ def _define(command: DefineFleet, decision: Decision) -> Reply:
 def _new_fleet(decision: Decision, spec: FleetSpec) -> Fleet:
     """All records at once; the platform is asked for them when it has said what it has."""
     fleet = Fleet(spec=spec, job_name=decision.state.job_name or "job")
-    kinds = _with_chief(spec)
+    defined = FleetDefined(spec, dict(spec.replicas))
+    decision.announce(decision.on.fleet_defined, defined)
+    kinds = _with_chief(spec.strategy, defined.replicas)
     for node_type in _ORDER:
         replica = kinds.get(node_type)
         if replica is not None:
@@ -98,12 +101,12 @@ def _new_fleet(decision: Decision, spec: FleetSpec) -> Fleet:
     return fleet
 
 
-def _with_chief(spec: FleetSpec) -> dict[NodeType, ReplicaSpec]:
+def _with_chief(strategy: Strategy, kinds: dict[NodeType, ReplicaSpec]) -> dict[NodeType, ReplicaSpec]:
     """A parameter-server job needs a chief; if nobody named one, one of the workers is it."""
-    kinds = dict(spec.replicas)
+    kinds = dict(kinds)
     worker = kinds.get(NodeType.WORKER)
     has_chief = NodeType.CHIEF in kinds and kinds[NodeType.CHIEF].count > 0
-    if spec.strategy is Strategy.PS and not has_chief and worker is not None and worker.count:
+    if strategy is Strategy.PS and not has_chief and worker is not None and worker.count:
         kinds[NodeType.CHIEF] = _with_count(worker, 1)
         kinds[NodeType.WORKER] = _with_count(worker, worker.count - 1)
     return kinds

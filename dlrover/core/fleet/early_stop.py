@@ -87,7 +87,9 @@ def deadlines(state: JobState) -> list[Deadline]:
     if ends_at is not None:
         found.append(Deadline(ends_at, DeadlineKind.TOO_FEW_ALIVE, 0))
     if not fleet.is_suspended:
-        found.extend(Deadline(wait.at, DeadlineKind.SMALLER_NODE, wait.node.id) for wait in to_make_smaller(fleet))
+        found.extend(
+            Deadline(wait.at, DeadlineKind.SMALLER_NODE, wait.node.id) for wait in to_make_smaller(state, fleet)
+        )
         found.extend(Deadline(wait.at, DeadlineKind.GROUP_PENDING, wait.node.id) for wait in groups_to_move(fleet))
         found.extend(Deadline(wait.at, DeadlineKind.PS_WAIT, wait.node.id) for wait in unseen_servers(fleet))
     return found
@@ -167,7 +169,7 @@ def num_there(state: JobState, fleet: Fleet) -> int:
     return len(workers.running) - num_finished_there
 
 
-def to_make_smaller(fleet: Fleet) -> list[OverlongWait]:
+def to_make_smaller(state: JobState, fleet: Fleet) -> list[OverlongWait]:
     """Nodes of a parameter-server job that may come sooner if they ask for less. More memory was asked for on purpose."""
     if fleet.spec.strategy is not Strategy.PS:
         return []
@@ -177,7 +179,7 @@ def to_make_smaller(fleet: Fleet) -> list[OverlongWait]:
         for node in _all_pending(fleet)
         if node.phase is NodePhase.PENDING and not node.is_oom_replacement and not _is_exchange(fleet, node)
     ]
-    return _waits([node for node in candidates if smaller_resource(fleet, node) is not None], timeout)
+    return _waits([node for node in candidates if smaller_resource(state, fleet, node) is not None], timeout)
 
 
 def groups_to_move(fleet: Fleet) -> list[OverlongWait]:
@@ -215,11 +217,11 @@ def _too_long(state: JobState) -> list[OverlongWait]:
         return found
     timeout = max(spec.pending_timeout, MIN_PENDING_TIMEOUT)
     # Whoever can still ask for less has another try first.
-    found += _waits([node for node in servers if not _will_be_smaller(fleet, node)], timeout)
+    found += _waits([node for node in servers if not _will_be_smaller(state, fleet, node)], timeout)
     found += _waits(_needed_workers(state, fleet), timeout)
     if fleet.idle_since is not None:
         # Where the others worked there may be room now, so they have the whole time from then on.
-        left_over = [node for node in _left_over(fleet) if not _will_be_smaller(fleet, node)]
+        left_over = [node for node in _left_over(fleet) if not _will_be_smaller(state, fleet, node)]
         found += [
             OverlongWait(max(wait.at, Micros(fleet.idle_since + micros(timeout))), wait.node)
             for wait in _waits(left_over, timeout)
@@ -243,7 +245,7 @@ def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
         needed = [oldest] if oldest is not None and is_short else []
         if spec.strategy is not Strategy.ALLREDUCE:  # however many workers there are, without a chief they cannot begin
             needed += [node for node in fleet.live_nodes(NodeType.CHIEF) if node.is_pending]
-    return [node for node in needed if not _will_be_smaller(fleet, node)]
+    return [node for node in needed if not _will_be_smaller(state, fleet, node)]
 
 
 def _left_over(fleet: Fleet) -> list[FleetNode]:
@@ -257,14 +259,18 @@ def _is_exchange(fleet: Fleet, node: FleetNode) -> bool:
     return any(new == node.id for new in fleet.migrations.values())
 
 
-def _will_be_smaller(fleet: Fleet, node: FleetNode) -> bool:
+def _will_be_smaller(state: JobState, fleet: Fleet, node: FleetNode) -> bool:
     is_tried = fleet.spec.strategy is Strategy.PS and node.phase is NodePhase.PENDING and not node.is_oom_replacement
-    return is_tried and smaller_resource(fleet, node) is not None
+    return is_tried and smaller_resource(state, fleet, node) is not None
 
 
-def smaller_resource(fleet: Fleet, node: FleetNode) -> Resource | None:
-    """What a node that waits may ask for instead; None: it cannot ask for less."""
-    return smaller(node.resource, fleet.replicas[node.node_type].spec.resource)
+def smaller_resource(state: JobState, fleet: Fleet, node: FleetNode) -> Resource | None:
+    """What a node that waits may ask for instead; None: it cannot ask for less, or its type may not be changed (`autoScale`)."""
+    changeable = NodeType.PS if node.node_type is NodeType.PS else NodeType.WORKER
+    if changeable not in state.scaling.terms.types:
+        return None
+    described = fleet.spec.replicas.get(node.node_type) or fleet.spec.replicas.get(NodeType.WORKER)
+    return smaller(node.resource, Resource() if described is None else described.resource)
 
 
 def _have_all_checks_failed(fleet: Fleet) -> bool:

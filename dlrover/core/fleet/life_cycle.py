@@ -168,6 +168,10 @@ def _replace(decision: Decision, fleet: Fleet, node: FleetNode, relaunch_decisio
         fleet.avoid(node.host)
     new = fleet.want_like(node, relaunch_decision.resource)
     new.is_oom_replacement = node.exit_reason is NodeExit.OOM
+    size = replicas.spec.resource
+    if new.is_oom_replacement and new.resource.memory_mb > max(size.memory_mb, node.resource.memory_mb):
+        grown = replace(size, memory_mb=new.resource.memory_mb)  # nodes that are added later would fail likewise
+        replicas.spec = replace(replicas.spec, resource=grown)
     if node.node_type is NodeType.PS:
         fleet.servers.replaced(node.id, new.id)
     return new
@@ -307,6 +311,7 @@ def terms_now(decision: Decision) -> relaunch.Terms:
         relaunch_always=spec.relaunch_always,
         is_stopping=state.end is not None or decision.ending is not None,
         is_restarting=state.stage is Stage.RESTARTING,
+        most_memory_mb=state.scaling.terms.largest.memory_mb,
     )
 
 

@@ -76,6 +76,8 @@ class Terms(Struct, frozen=True, kw_only=True):
     relaunch_always: bool = True
     is_stopping: bool = False
     is_restarting: bool = False
+    most_memory_mb: int = MAX_MEMORY_MB
+    """That is asked for after a lack of memory."""
 
 
 class Relaunch(Struct, frozen=True, kw_only=True):
@@ -103,8 +105,8 @@ def decide(end: NodeEnd, terms: Terms) -> Relaunch:
     if end.exit_reason is NodeExit.RELAUNCHED:
         return Relaunch(sentence=f"{how}; a newer node has its rank.")
     grows = end.exit_reason is NodeExit.OOM and terms.strategy is not Strategy.ALLREDUCE
-    if grows and end.resource.memory_mb >= MAX_MEMORY_MB:
-        refusal = f"it had {end.resource.memory_mb} MiB, and more than {MAX_MEMORY_MB} MiB are not asked for"
+    if grows and end.resource.memory_mb >= terms.most_memory_mb:
+        refusal = f"it had {end.resource.memory_mb} MiB, and more than {terms.most_memory_mb} MiB are not asked for"
         return Relaunch(sentence=f"{how}; {refusal}.")
     if end.exit_reason is NodeExit.KILLED:
         return Relaunch(sentence=f"{how}; it is replaced at no cost.", is_relaunched=True, resource=end.resource)
@@ -112,7 +114,7 @@ def decide(end: NodeEnd, terms: Terms) -> Relaunch:
         return Relaunch(sentence=f"{how}; all {end.max_relaunches} relaunches of its rank are used up.")
     # Workers of an all-reduce job are alike. One of them that ran out of memory may have had a leak or a greedy
     # neighbour, so it is tried again as it was, within its budget.
-    resource = more_memory(end.resource, end.most_memory_mb) if grows else end.resource
+    resource = more_memory(end.resource, end.most_memory_mb, terms.most_memory_mb) if grows else end.resource
     grown = f" with {resource.memory_mb} MiB" if resource != end.resource else ""
     if grows and not grown and end.most_memory_mb is not None:
         grown = f" as it was: the job's limits leave it {end.most_memory_mb} MiB"
@@ -124,12 +126,12 @@ def decide(end: NodeEnd, terms: Terms) -> Relaunch:
     )
 
 
-def more_memory(resource: Resource, most: int | None = None) -> Resource:
+def more_memory(resource: Resource, most: int | None = None, ceiling: int = MAX_MEMORY_MB) -> Resource:
     """
-    After a lack of memory, `most` at most. What the platform gives by default (0) nobody knows, so nobody can double it.
+    After a lack of memory, `most` and `ceiling` at most. What the platform gives by default (0) nobody knows, so nobody can double it.
     """
     memory = resource.memory_mb
-    grown = min(memory * OOM_FACTOR, memory + OOM_MOST_MB, MAX_MEMORY_MB)
+    grown = min(memory * OOM_FACTOR, memory + OOM_MOST_MB, ceiling)
     return replace(resource, memory_mb=grown if most is None else max(memory, min(grown, most)))
 
 

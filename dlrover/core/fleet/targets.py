@@ -48,8 +48,18 @@ def on_plan_made(decision: Decision, made: PlanMade) -> None:
     for planned in made.plan.nodes:
         node = fleet.nodes.get(planned.platform_node)
         if node is not None and _may_be_exchanged(fleet, node):
+            if planned.is_elsewhere:
+                fleet.avoid(node.host)
             migrate(decision, node, _sized(node.resource, planned))
             decision.announce(decision.on.node_exchanged, node.label)
+
+
+def on_exchange_called_off(decision: Decision, old: PlatformId) -> None:
+    """Its successor goes, and it stays."""
+    fleet = life_cycle.fleet_of(decision)
+    new = fleet.migrations.get(old)
+    if new is not None:
+        life_cycle.let_go(decision, fleet.nodes[new], "its exchange is called off")
 
 
 def _may_be_exchanged(fleet: Fleet, node: FleetNode) -> bool:
@@ -272,8 +282,8 @@ def make_smaller(decision: Decision, node_id: int) -> None:
     fleet = decision.state.fleet
     if fleet is None:
         return
-    for wait in early_stop.to_make_smaller(fleet):
-        less = early_stop.smaller_resource(fleet, wait.node)
+    for wait in early_stop.to_make_smaller(decision.state, fleet):
+        less = early_stop.smaller_resource(decision.state, fleet, wait.node)
         if wait.node.id == node_id and wait.at <= decision.now and less is not None:
             old = wait.node
             seconds = (decision.now - (old.asked_at or 0)) / MICROS_PER_SECOND

@@ -8,14 +8,16 @@ from msgspec.structs import replace
 
 from dlrover.core.decision import Decision
 from dlrover.core.happenings import PlanMade, TargetMoved
-from dlrover.core.scaling import allreduce, brakes, facts, probation, servers, tuning
-from dlrover.core.scaling.brakes import HOUR, TUNING, WORKERS
+from dlrover.core.scaling import allreduce, brakes, facts, probation, stragglers, tuning
+from dlrover.core.scaling.brakes import HOUR, SERVERS, TUNING, WORKERS
 from dlrover.core.scaling.facts import Facts
 from dlrover.core.scaling.probation import Judgement
+from dlrover.core.scaling.servers import deciding as servers
+from dlrover.core.scaling.servers import plans
 from dlrover.core.scaling.state import MAX_DECISIONS, OwnChange, Probation, Scaling
 from dlrover.core.scaling.verdict import TOLERANCE, Verdict, decide_world
 from dlrover.protocol.messages.fleet import NodeType
-from dlrover.protocol.messages.identity import Micros, micros
+from dlrover.protocol.messages.identity import Micros, PlatformId, micros
 from dlrover.protocol.messages.job import LookAgain
 from dlrover.protocol.messages.scaling import (
     MAX_SENTENCE,
@@ -37,6 +39,15 @@ _PASSING = (Brake.UNDER_WAY, Brake.UNSEEN, Brake.COOL_DOWN)
 
 def look(decision: Decision, offer: PlanOffered | None = None) -> None:
     """Judge the change that is being watched, if there is one; else decide about the next."""
+    _give_up_exchanges(decision)
+    _look(decision, offer)
+    scaling = decision.state.scaling
+    if scaling.exchanges:
+        times = [*scaling.exchanges.values(), *([] if scaling.look_at is None else [scaling.look_at])]
+        scaling.look_at = min(times)
+
+
+def _look(decision: Decision, offer: PlanOffered | None) -> None:
     state, scaling = decision.state, decision.state.scaling
     scaling.look_at = None
     is_tuned = scaling.terms.tuner is not Tuner.OFF
@@ -59,6 +70,9 @@ def look(decision: Decision, offer: PlanOffered | None = None) -> None:
 def _decide(decision: Decision, known: Facts, offer: PlanOffered | None) -> Verdict:
     state, scaling = decision.state, decision.state.scaling
     is_one_world = state.fleet is None or facts.is_world(state)
+    exchange = stragglers.decide(state, known) if is_one_world and offer is None else None
+    if exchange is not None:
+        return exchange
     verdict = decide_world(scaling, known, offer) if is_one_world else servers.decide(state, known, offer)
     if verdict.plan is None and (verdict.outcome is ScaleOutcome.RESTED or verdict.brake is Brake.OFF):
         tuned = tuning.decide(scaling, known)
@@ -114,6 +128,12 @@ def _repair(decision: Decision, verdict: Verdict) -> None:
     scaling.number_at_change = number  # the nodes are as many as before, and so is their run
     if any(node.memory_mb is not None for node in plan.nodes):
         scaling.memory.pop(NodeType.PS, None)
+    fleet = decision.state.fleet
+    until = Micros(decision.now + micros(scaling.terms.longest_probation))
+    for planned in plan.nodes:
+        scaling.exchanges[planned.platform_node] = until
+        if verdict.kind == WORKERS and fleet is not None and planned.platform_node in fleet.nodes:
+            stragglers.note(scaling, fleet.nodes[planned.platform_node].rank, decision.now)
     _carry_out(decision, plan, verdict.sentence)
 
 
@@ -126,7 +146,7 @@ def _back_of(decision: Decision, plan: Plan, known: Facts) -> Plan:
         return Plan(micro_batch=batch or None, accumulation=accumulation)
     if facts.is_world(decision.state):
         return allreduce.plan_of(known.nodes)
-    return servers.back_of(decision.state, plan)
+    return plans.back_of(decision.state, plan)
 
 
 def _carry_out(decision: Decision, plan: Plan, why: str) -> None:
@@ -312,8 +332,37 @@ def _give_up_growth(decision: Decision, watched: Probation, why: str) -> None:
     move_target(decision, watched.nodes_before, sentence)
 
 
-def on_launch_refused(decision: Decision, node: int, reason: str) -> None:
+def _give_up_exchanges(decision: Decision) -> None:
+    """Of an exchange whose new node never comes: the old one stays."""
+    scaling, fleet = decision.state.scaling, decision.state.fleet
+    for old, until in list(scaling.exchanges.items()):
+        new = None if fleet is None else fleet.migrations.get(old)
+        if fleet is None or new is None or not fleet.nodes[new].is_pending:
+            del scaling.exchanges[old]  # it was made, or is about to be
+        elif decision.now >= until:
+            _call_off(decision, old, f"no other node came in {scaling.terms.longest_probation:.0f} s")
+
+
+def _call_off(decision: Decision, old: PlatformId, why: str) -> None:
+    scaling, fleet = decision.state.scaling, decision.state.fleet
+    assert fleet is not None, "an exchange is one of a fleet"
+    node = fleet.nodes[old]
+    del scaling.exchanges[old]
+    scaling.changed_kinds[WORKERS if node.node_type is NodeType.WORKER else SERVERS] = decision.now
+    decision.say(f"{node.label[:1].upper()}{node.label[1:]} stays, because {why}.")
+    decision.announce(decision.on.exchange_called_off, old)
+    decision.is_unsettled = True
+
+
+def on_launch_refused(decision: Decision, node: PlatformId, reason: str) -> None:
     state, watched = decision.state, decision.state.scaling.probation
+    fleet = state.fleet
+    old = next(
+        (one for one in state.scaling.exchanges if fleet is not None and fleet.migrations.get(one) == node), None
+    )
+    if old is not None:
+        _call_off(decision, old, f"the platform refuses another node: {reason.rstrip('.')}")
+        return
     if watched is None or watched.kind != WORKERS or state.fleet is None or not facts.is_world(state):
         return
     is_growing = watched.nodes_after > watched.nodes_before and facts.num_training(state) < watched.nodes_after

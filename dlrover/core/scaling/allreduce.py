@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from dlrover.core.scaling.evidence import is_batch_known, measured_speed
 from dlrover.core.scaling.facts import Facts
-from dlrover.core.scaling.model import Fit, fit_world
-from dlrover.core.scaling.model import batch_of_all as batch_of_all
-from dlrover.core.scaling.model import world_row as world_row
+from dlrover.core.scaling.fit.model import Fit, fit_world
+from dlrover.core.scaling.fit.model import batch_of_all as batch_of_all
+from dlrover.core.scaling.fit.model import world_row as world_row
 from dlrover.core.scaling.state import Run, Scaling
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.scaling import (

@@ -87,7 +87,8 @@ def _cool_down(scaling: Scaling, facts: Facts, kind: str) -> Held | None:
 
 
 def _pauses(scaling: Scaling, facts: Facts) -> Held | None:
-    recent = [change.at for change in scaling.own_changes if change.at > facts.now - micros(HOUR)]
+    pausing = [change.at for change in scaling.own_changes if change.kind != TUNING]
+    recent = [at for at in pausing if at > facts.now - micros(HOUR)]
     if len(recent) < FREE_CHANGES or (len(recent) + 1) * facts.cost <= MOST_PAUSE * HOUR:
         return None
     why = (
@@ -110,7 +111,7 @@ def of_plan(scaling: Scaling, facts: Facts, promise: Promise) -> Held | None:
 
 def _cost(scaling: Scaling, facts: Facts, promise: Promise) -> Held | None:
     gain = max(promise.gain, promise.saving)
-    if gain * facts.horizon >= PAYS * facts.cost:
+    if gain * facts.horizon > PAYS * facts.cost:
         return None
     needed = PAYS * facts.cost / gain
     why = f"a pause of {facts.cost:.1f} s pays after {needed:.0f} s, and {facts.horizon:.0f} s count"

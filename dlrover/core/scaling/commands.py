@@ -10,11 +10,12 @@ import msgspec
 from msgspec.structs import replace
 
 from dlrover.core.decision import Answers, Decision, Handlers
-from dlrover.core.happenings import WorkersFailed
+from dlrover.core.happenings import FleetDefined, WorkersFailed
 from dlrover.core.outcome import Deadline, NotYet
 from dlrover.core.scaling import acting, evidence, facts, memory, tuning
 from dlrover.core.scaling.acting import TOPIC
 from dlrover.core.scaling.report import status_of
+from dlrover.core.scaling.servers.start import first_sizes
 from dlrover.core.state import JobState
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, malformed
@@ -172,6 +173,13 @@ def _as_decoded(value: T) -> T:
     return msgspec.convert(msgspec.to_builtins(value), type(value))
 
 
+def on_fleet_defined(decision: Decision, defined: FleetDefined) -> None:
+    """A job with servers that scales itself gets first sizes for the types that have none (spec 07 §9.1)."""
+    scaling, spec = decision.state.scaling, defined.spec
+    if spec.strategy is Strategy.PS and scaling.mode is ScaleMode.ON and scaling.terms.gives_sizes:
+        defined.replicas = first_sizes(scaling.terms, spec)
+
+
 def on_terms_set(decision: Decision) -> None:
     """A world that finds its own size begins with the nodes that the fleet begins with."""
     state, scaling = decision.state, decision.state.scaling
@@ -226,6 +234,7 @@ def on_memory_ran_out(decision: Decision) -> None:
     grown = memory.grown_workers(state)
     if grown is not None:
         scaling.memory_grown = True
+        scaling.memory_before = 0 if state.fleet is None else state.fleet.workers.spec.resource.memory_mb
         scaling.probation = None
         acting.note_change(scaling, decision.now)
         decision.announce(decision.on.workers_grown, grown)

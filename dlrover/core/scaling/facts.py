@@ -7,7 +7,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from dlrover.core.scaling.evidence import measured_speed
-from dlrover.core.scaling.model import median
+from dlrover.core.scaling.fit.model import median
 from dlrover.core.scaling.state import Scaling
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.cluster import ClusterPhase
@@ -48,6 +48,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Why not; empty: it was."""
     speed: float
     """Of it; 0: not known."""
+    slow_start: str = ""
+    """Why the set of servers is left alone: each change of it would be as slow as the start was. Empty: it was quick."""
 
     @property
     def most(self) -> int:
@@ -77,6 +79,7 @@ def gather(state: JobState, now: Micros) -> Facts:
         configuration=configuration,
         unseen=unseen,
         speed=0.0 if configuration is None else measured_speed(scaling, configuration),
+        slow_start=_slow_start(state),
     )
 
 
@@ -93,7 +96,9 @@ def num_training(state: JobState) -> int:
 
 
 def cost_of_change(state: JobState) -> float:
-    """Seconds of training that the last changes of membership cost each node, as the accountant booked them."""
+    """Seconds of training that the last changes of membership cost each node, as the accountant booked them; of servers, as the cluster saw them."""
+    if state.cluster is not None:
+        return median(state.cluster.pauses) if state.cluster.pauses else FIRST_COST
     changes = [fault for fault in state.goodput.faults if fault.kind == "membership" and fault.recovered_at is not None]
     nodes = max(1, num_training(state))
     costs = [sum(fault.micros.values()) / MICROS_PER_SECOND / nodes for fault in changes[-NUM_COSTS:]]
@@ -121,6 +126,24 @@ def _seen(scaling: Scaling, nodes: int) -> tuple[Configuration | None, str]:
             f"{terms.stable_steps} steps are needed"
         )
     return newest.configuration, ""
+
+
+def _slow_start(state: JobState) -> str:
+    """Spec 07 §8.6. The script may have told what it measured itself."""
+    scaling, cluster = state.scaling, state.cluster
+    told = _number(scaling.facts.custom.get("init_training_time", ""))
+    seconds = told if told or cluster is None else cluster.start_seconds
+    if not scaling.terms.slow_start or seconds <= scaling.terms.slow_start:
+        return ""
+    return f"training took {seconds:.0f} s to begin, and with another set of servers it begins anew"
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        return 0.0
+    return number if 0 <= number < 10**9 else 0.0
 
 
 def of_nodes(nodes: int) -> str:

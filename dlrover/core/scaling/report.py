@@ -4,10 +4,11 @@ What people are told about the size of the job: the answer to `AskScaling`. It o
 
 from __future__ import annotations
 
-from dlrover.core.scaling import allreduce, facts, servers
+from dlrover.core.scaling import allreduce, facts
 from dlrover.core.scaling.evidence import is_batch_known, measured_speed
 from dlrover.core.scaling.facts import Facts
-from dlrover.core.scaling.model import Fit
+from dlrover.core.scaling.fit.model import Fit
+from dlrover.core.scaling.servers import deciding as servers
 from dlrover.core.scaling.state import Scaling
 from dlrover.core.scaling.verdict import Verdict, decide_world
 from dlrover.core.state import JobState

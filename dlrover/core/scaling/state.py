@@ -7,7 +7,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from dlrover.protocol.messages.fleet import NodeType
-from dlrover.protocol.messages.identity import Micros
+from dlrover.protocol.messages.identity import Micros, PlatformId
 from dlrover.protocol.messages.scaling import (
     Configuration,
     JobFacts,
@@ -127,5 +127,9 @@ class Scaling(Struct, kw_only=True):
     """By what they are about."""
     memory_grown: bool = False
     """All workers were started again with more memory after an OOM: that happens once."""
+    memory_before: int = 0
+    """MiB that each of them had until then."""
     exchanged: dict[str, Micros] = {}
     """Stragglers that were exchanged, by rank."""
+    exchanges: dict[PlatformId, Micros] = {}
+    """Old nodes of exchanges that the job began by itself, and until when their successors may be pending."""

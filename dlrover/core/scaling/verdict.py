@@ -12,7 +12,7 @@ from dlrover.core.scaling import allreduce, brakes
 from dlrover.core.scaling.allreduce import Size
 from dlrover.core.scaling.brakes import WORKERS, Held, Promise
 from dlrover.core.scaling.facts import Facts
-from dlrover.core.scaling.model import Fit
+from dlrover.core.scaling.fit.model import Fit
 from dlrover.core.scaling.state import Scaling
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.identity import Micros

@@ -94,6 +94,8 @@ class ScaleTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds for which the numbers of a person stay as they are."""
     slow_start: float = 1800.0
     """Servers are not changed if training takes longer than this to begin [seconds_huge_training_threshold]."""
+    gives_sizes: bool = False
+    """In a job with servers, types that name no size get a first one. For platforms on which a node without a size is none."""
     smallest: Resource = Resource(cpu=4.0, memory_mb=6144)
     """No plan gives a node less."""
     largest: Resource = Resource(cpu=32.0, memory_mb=65_536)
@@ -273,6 +275,8 @@ class PlannedNode(Struct, frozen=True, kw_only=True):
     platform_node: PlatformId
     cpu: float | None = None
     memory_mb: int | None = None
+    is_elsewhere: bool = False
+    """On another machine than it is on now."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):

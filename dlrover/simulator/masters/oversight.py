@@ -56,6 +56,8 @@ def stage(sim: Simulation, master: VirtualMaster, work: VirtualWork, now: Micros
         call=(state.rendezvous.call_began_at, state.rendezvous.opening),
         has_joined=is_joined(state.rendezvous, command),
     )
+    if sim.shape.scaling is not None:
+        sim.scaling.before(job)
     is_new_model = isinstance(command, RestoreAgreed) and command.round not in state.data.restored
     is_new_model |= (
         isinstance(command, ModelRestored) and state.cluster is not None and state.cluster.restored_step is None

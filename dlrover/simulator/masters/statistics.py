@@ -10,17 +10,32 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from dlrover.protocol.messages.fleet import NodeType
-from dlrover.protocol.messages.scaling import Configuration, GroupSize, RoomSeen, RunMeasured
+from dlrover.core.fleet.replicas import FleetNode
+from dlrover.protocol.messages.fleet import NodePhase, NodeType
+from dlrover.protocol.messages.identity import NodeRank
+from dlrover.protocol.messages.scaling import (
+    MAX_RUN_NODES,
+    Configuration,
+    GroupSize,
+    MemoryPoint,
+    NodeUse,
+    RoomSeen,
+    RunMeasured,
+    TypeUse,
+)
 from dlrover.simulator.virtual_time import SECOND
 
 if TYPE_CHECKING:
+    from dlrover.simulator.masters.master import VirtualMaster
     from dlrover.simulator.simulation import Simulation
 
 LOOK = 30 * SECOND
 WARM_UP = 10.0
 ROOM_ODDS = 0.05
 """Of each look, to see another room."""
+SLOW_ODDS = 0.02
+"""Of each look, to find a straggler."""
+HOT_ODDS = 0.05
 BATCH = 960
 
 
@@ -33,6 +48,8 @@ class Statistics:
         self._world = ""
         self._since = 0
         self._number = 0
+        self._busy = 0.5
+        """Share of their cores that servers use."""
         self.room: int | None = None
 
     def begin(self) -> None:
@@ -45,6 +62,9 @@ class Statistics:
         sim.events.after(LOOK, self._look)
         master = sim.masters.listening()
         if master is None or master.job.end is not None:
+            return
+        if sim.shape.has_tasks:
+            self._look_at_cluster(master)
             return
         world = master.job.state.rendezvous.world
         key = "" if world is None else world.coordinator
@@ -70,6 +90,76 @@ class Statistics:
             seconds=seconds,
             steps=max(20, int(seconds / step_time)),
             step_time=step_time,
+            nodes=self._slow_node(step_time),
+        )
+
+    def _slow_node(self, step_time: float) -> tuple[NodeUse, ...]:
+        """In some looks one node makes the others wait."""
+        master = self._sim.masters.listening()
+        if master is None or self._chance.random() >= SLOW_ODDS:
+            return ()
+        state = master.job.state
+        placed = [
+            node
+            for member in (() if state.rendezvous.world is None else state.rendezvous.world.members)
+            if state.fleet is not None and (node := state.fleet.of_agent(member.node)) is not None
+        ]
+        if not placed:
+            return ()
+        node = self._chance.choice(placed)
+        return (
+            NodeUse(platform_node=node.id, rank=NodeRank(node.rank), wait_per_step=step_time * self._chance.random()),
+        )
+
+    def _look_at_cluster(self, master: VirtualMaster) -> None:
+        state = master.job.state
+        cluster, fleet = state.cluster, state.fleet
+        if cluster is None or fleet is None or not cluster.is_settled or cluster.finished_at is not None:
+            self._world = ""
+            return
+        groups = [
+            GroupSize(kind, len(running), running[0].resource.cpu, running[0].resource.memory_mb)
+            for kind in (NodeType.CHIEF, NodeType.WORKER, NodeType.PS)
+            if (running := [node for node in fleet.live_nodes(kind) if node.phase is NodePhase.RUNNING])
+        ]
+        key = f"{cluster.version} {groups}"
+        if key != self._world:
+            self._world, self._since = key, self._sim.events.now
+            self._number += 1
+            self._busy = self._chance.choice([0.1, 0.5, 0.95])
+        seconds = (self._sim.events.now - self._since) / SECOND
+        trained = sum(group.count for group in groups if group.node_type is not NodeType.PS)
+        if seconds < state.scaling.terms.stable_for or not trained:
+            return
+        step_time = (0.2 + 0.1 * trained / max(1, fleet.replicas[NodeType.PS].target)) * self._chance.uniform(0.9, 1.1)
+        memory = MemoryPoint(state.now, int(seconds), self._chance.uniform(500.0, 7000.0))
+        servers = tuple(self._use_of(node, seconds) for node in fleet.live_nodes(NodeType.PS))[:MAX_RUN_NODES]
+        master.hear(
+            RunMeasured(
+                number=self._number,
+                configuration=Configuration(groups=tuple(groups), micro_batch=32),
+                seconds=seconds,
+                steps=max(20, int(seconds / step_time)),
+                step_time=step_time,
+                types=(
+                    TypeUse(node_type=NodeType.PS, cpu_max=max(each.cpu for each in servers), memory=(memory,)),
+                    TypeUse(node_type=NodeType.WORKER, cpu=1.0, cpu_max=1.0, memory_mb=1000.0),
+                ),
+                nodes=servers,
+            )
+        )
+
+    def _use_of(self, node: FleetNode, seconds: float) -> NodeUse:
+        """Now and then one is hotter than the others."""
+        share = 0.95 if self._chance.random() < HOT_ODDS else self._busy
+        return NodeUse(
+            platform_node=node.id,
+            node_type=NodeType.PS,
+            rank=NodeRank(node.rank),
+            cpu=share * node.resource.cpu,
+            cpu_max=share * node.resource.cpu,
+            memory_mb=self._chance.uniform(500.0, 7000.0),
+            seconds=min(180.0, seconds),
         )
 
     def _see_room(self) -> None:

@@ -416,7 +416,12 @@ def _agents_give_up(sim: Simulation, job: Job) -> str | None:
 def _intents_are_done(sim: Simulation, job: Job) -> str | None:
     """What the job wants of its platform is asked for until it is so, whatever became of the master who decided it."""
     fleet = job.state.fleet
-    if fleet is None or job.end is not None or sim.troubles.calm_for() <= sim.bound:
+    if (
+        fleet is None
+        or job.end is not None
+        or sim.troubles.calm_for() <= sim.bound
+        or _has_just_changed_itself(sim, job)
+    ):
         return None
     for node in fleet.nodes.values():
         if node.is_live and node.phase is NodePhase.INITIAL and not sim.people.want_pause:
@@ -424,6 +429,12 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
         if node.removal is not None:
             return f"{node.label} shall be removed and is still there: {node.removal.reason}"
     return None
+
+
+def _has_just_changed_itself(sim: Simulation, job: Job) -> bool:
+    """A job that finds its own size wants other nodes in calm times, too."""
+    changed_at = job.state.scaling.changed_at
+    return sim.shape.scaling is not None and changed_at is not None and job.state.now - changed_at <= sim.bound
 
 
 def _servers_are_settled(sim: Simulation, job: Job) -> str | None:

@@ -19,8 +19,8 @@ from dlrover.cli.options.scaling_settings import (
 )
 from dlrover.compat.launch.global_context import _DEFAULTS, ConfigKeys
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages.fleet import NodeType
-from dlrover.protocol.messages.scaling import Optimizer, ScaleFor, ScaleMode, ScaleTerms, Tuner
+from dlrover.protocol.messages.fleet import NodeType, Resource
+from dlrover.protocol.messages.scaling import ModelCard, Optimizer, ScaleFor, ScaleMode, ScaleTerms, Tuner
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/scaling.md"
 
@@ -47,6 +47,33 @@ def test_options_become_terms() -> None:
     terms = scaling_of(options(*words), {}, types=(NodeType.PS,)).terms
     assert (terms.mode, terms.scale_for, terms.optimizer) == (ScaleMode.ON, ScaleFor.COST, Optimizer.RULES)
     assert (terms.nodes_start, terms.ignore_room, terms.tuner, terms.types) == (3, True, Tuner.MEMORY, (NodeType.PS,))
+
+
+def test_sizes_of_nodes_and_the_model_card() -> None:
+    terms = scaling_of(
+        options("--smallest-node=cpu=500m", "--largest-node", "cpu=64,memory=256Gi", "--model-card=2048,24,16,1024"), {}
+    ).terms
+    assert terms.smallest == Resource(cpu=0.5, memory_mb=6144), "what is left out stays"
+    assert terms.largest == Resource(cpu=64, memory_mb=262_144)
+    assert terms.model_card == ModelCard(block_size=2048, num_layers=24, num_heads=16, embedding=1024)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--largest-node=8",
+        "--largest-node=cpu=1,cpu=2",
+        "--largest-node=cores=8",
+        "--largest-node=cpu=many",
+        "--largest-node=cpu=2",
+        "--model-card=128,20",
+        "--model-card=0,1,1,1",
+        "--model-card=a,b,c,d",
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError):
+        scaling_of(options(word), {})
 
 
 def test_a_job_begins_with_its_minimum_and_within_its_bounds() -> None:

@@ -142,7 +142,7 @@ class Driver:
             self.bring(launch)
 
     def _show(self, id_: PlatformId, rank: int, phase: NodePhase, kind: NodeEventKind) -> None:
-        shown = PlatformNode(id=id_, node_type=NodeType.WORKER, rank=rank, phase=phase)
+        shown = PlatformNode(id=id_, node_type=NodeType.WORKER, rank=rank, phase=phase, host=f"m{id_}")
         self.do(NodeChanged(kind=kind, node=shown))
 
     def _attach(self, launch: LaunchNode) -> None:

@@ -10,7 +10,7 @@ import time
 import numpy
 import pytest
 
-from dlrover.core.scaling.nnls import nnls
+from dlrover.core.scaling.fit.nnls import nnls
 
 optimize = pytest.importorskip("scipy.optimize", reason="scipy belongs to the dev extra")
 

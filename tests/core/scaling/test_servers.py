@@ -40,28 +40,42 @@ class ServerScene(FleetScene):
 
     @classmethod
     def begun(
-        cls, *, num_ps: int = 3, num_workers: int = 3, limits: Resource | None = None, **more: Any
+        cls,
+        *,
+        num_ps: int = 3,
+        num_workers: int = 3,
+        limits: Resource | None = None,
+        size: Resource = SIZE,
+        **more: Any,
     ) -> ServerScene:
         scene = cls(terms(1, 3))
         scene.do(DefineScaling(terms=ScaleTerms(mode=ScaleMode.ON, **more)))
         replicas = {
-            NodeType.WORKER: ReplicaSpec(count=num_workers, resource=SIZE),
-            NodeType.PS: ReplicaSpec(count=num_ps, resource=SIZE),
+            NodeType.WORKER: ReplicaSpec(count=num_workers, resource=size),
+            NodeType.PS: ReplicaSpec(count=num_ps, resource=size),
         }
         scene.begin(FleetSpec(replicas=replicas, strategy=Strategy.PS, limits=limits or Resource()))
         scene.run()
         return scene
 
     def measure(
-        self, *nodes: NodeUse, at: float, memory: tuple[MemoryPoint, ...] = (), step: int = 0, **more: Any
+        self,
+        *nodes: NodeUse,
+        at: float,
+        memory: tuple[MemoryPoint, ...] = (),
+        step: int = 0,
+        worker_cpu: float = 1.0,
+        **more: Any,
     ) -> None:
         self.tick(at)
         ServerScene.number += 1
         groups = []
         for kind in (NodeType.CHIEF, NodeType.WORKER, NodeType.PS):
             running = self.fleet.replicas[kind].running
-            groups.append(GroupSize(kind, len(running), SIZE.cpu, SIZE.memory_mb))
-        used = TypeUse(node_type=NodeType.PS, memory=memory)
+            size = self.fleet.replicas[kind].spec.resource
+            groups.append(GroupSize(kind, len(running), size.cpu, size.memory_mb))
+        most = max((node.cpu for node in nodes), default=0.0)
+        used = TypeUse(node_type=NodeType.PS, memory=memory, cpu_max=most)
         self.do(
             RunMeasured(
                 number=ServerScene.number,
@@ -70,7 +84,7 @@ class ServerScene(FleetScene):
                 steps=200,
                 step_time=1.0,
                 nodes=nodes,
-                types=(TypeUse(node_type=NodeType.WORKER, cpu=1.0, memory_mb=1000), used),
+                types=(TypeUse(node_type=NodeType.WORKER, cpu=worker_cpu, cpu_max=worker_cpu, memory_mb=1000), used),
                 last_step=step,
                 **more,
             )

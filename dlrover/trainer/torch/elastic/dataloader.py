@@ -142,6 +142,10 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         self.config_file = os.fspath(config_file or os.environ.get("DLROVER_PARAL_CONFIG_PATH") or CONFIG_FILE)
         self._version = 0
         self._accumulation = 0
+        self.script_batch_size: int | None = self.batch_size
+        """As the script gave it, whatever the file says since."""
+        self._most_records = 0
+        """That a batch may have; 0: any number."""
         self._batches: ElasticBatchSampler | None = None
         """Puts the batches together, unless the caller has given a batch sampler or wants no batches."""
         if self.batch_size is not None:
@@ -187,6 +191,13 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         size: int | None = getattr(self.batch_sampler, "batch_size", None)
         return size
 
+    def keep_within(self, num_records: int) -> None:
+        """No batch is larger from now on, whatever the file says: more would make the step of all workers larger than it is to be."""
+        self._most_records = num_records
+        size = self.get_batch_size()
+        if size is not None and size > num_records > 0:
+            self._take_batch_size(num_records)
+
     def update_batch_size(self, batch_size: int | None = None) -> None:
         """Directly, or as the file says. All ranks call it at the same step."""
         if batch_size is None:
@@ -217,6 +228,8 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
     def _follow_batch_size(self, batch_size: int) -> bool:
         """Whether the batches have this size now."""
         size = self.get_batch_size()
+        if self._most_records:
+            batch_size = min(batch_size, self._most_records)
         if batch_size <= 0 or batch_size == size:
             return batch_size == size
         if size is None:

@@ -77,6 +77,9 @@ class ElasticTrainer:
         self.max_workers = max(wanted, self._world_size)
         self.model = model
         self.dataloader = dataloader
+        if isinstance(dataloader, ElasticDataLoader) and dataloader.accumulation and dataloader.script_batch_size:
+            # Tuned in a former life, in which the world may have been smaller: the first batch is drawn before the first step.
+            dataloader.keep_within(max(1, dataloader.script_batch_size * self.max_workers // self._world_size))
         if isinstance(dataloader, DataLoader):
             _watch_epochs(dataloader, self._note_epoch)
         self._micro_step = 0
@@ -115,8 +118,15 @@ class ElasticTrainer:
         """
         if self._sampler is not None:
             return len(range(self._rank, self.max_workers, self._world_size))
-        if isinstance(self.dataloader, ElasticDataLoader) and self.dataloader.accumulation:
-            return self.dataloader.accumulation
+        loader = self.dataloader
+        if isinstance(loader, ElasticDataLoader) and loader.accumulation:
+            size = loader.get_batch_size()
+            # The tuner counted on the workers of its time; the records of a step are what stays.
+            return (
+                -(-self._total_batch // (size * self._world_size))
+                if self._total_batch and size
+                else loader.accumulation
+            )
         return -(-self.max_workers // self._world_size)
 
     @property
@@ -157,7 +167,8 @@ class ElasticTrainer:
         num_left = self._count_in_epoch()
         if not self._micro_step:
             self._num_micro_steps = min(self.gradient_accumulation_steps, num_left or sys.maxsize)
-        self._scale_gradients(is_wanted=fix_total_batch_size and self.max_workers != self._world_size)
+        is_divided = self.max_workers != self._world_size or self._num_micro_steps > 1
+        self._scale_gradients(is_wanted=fix_total_batch_size and is_divided)
         self._micro_step += 1
         self.num_micro_batches += 1
         self._is_last = not fix_total_batch_size or self._micro_step >= self._num_micro_steps
@@ -194,8 +205,15 @@ class ElasticTrainer:
         if not self._is_total_fixed:
             phases.tell_shape(accumulation=1, total_batch=0)
             return
-        size = self._micro_batch_size or getattr(self.dataloader, "batch_size", None) or 0
-        self._total_batch = self._total_batch or int(size) * self.max_workers
+        loader = self.dataloader
+        is_elastic = isinstance(loader, ElasticDataLoader) and not self._micro_batch_size
+        if not self._total_batch:
+            script_size = loader.script_batch_size if is_elastic else None
+            size = script_size or self._micro_batch_size or getattr(loader, "batch_size", None) or 0
+            self._total_batch = int(size) * self.max_workers
+        if is_elastic and self._total_batch:
+            loader.keep_within(max(1, self._total_batch // self._world_size))
+        size = self._micro_batch_size or getattr(loader, "batch_size", None) or 0
         phases.tell_shape(
             micro_batch=int(size) or None,
             accumulation=self.gradient_accumulation_steps,

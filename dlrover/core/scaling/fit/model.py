@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from dlrover.core.scaling.evidence import batch_of
-from dlrover.core.scaling.nnls import nnls
+from dlrover.core.scaling.fit.nnls import nnls
 from dlrover.core.scaling.state import Run
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.scaling import Configuration

@@ -1,0 +1,156 @@
+"""
+How many workers and servers a job with parameter servers should have, and of which size.
+
+In this order: a server whose memory will not last is exchanged before it fails; one that is much busier than the others gets more cores; if all are busy there are
+more of them; if one is idle and the job still long, it gets fewer cores. Then the numbers (`search`). The user's number of workers is a cap, and the user's
+size of servers stays where it is one.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dlrover.core.scaling import brakes, facts, memory
+from dlrover.core.scaling.allreduce import LEAST_GAIN
+from dlrover.core.scaling.brakes import SERVERS
+from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.fit.model import median
+from dlrover.core.scaling.servers import rules
+from dlrover.core.scaling.servers.plans import (
+    cores_given,
+    excess_of,
+    held,
+    judged,
+    measured_servers,
+    repair,
+    watched,
+)
+from dlrover.core.scaling.servers.search import decide_numbers, sample_of
+from dlrover.core.scaling.verdict import Verdict
+from dlrover.core.state import JobState
+from dlrover.protocol.messages.fleet import NodeType
+from dlrover.protocol.messages.scaling import (
+    Brake,
+    NodeUse,
+    Optimizer,
+    Plan,
+    PlannedGroup,
+    PlannedNode,
+    PlanOffered,
+    ScaleOutcome,
+)
+
+HOT = 0.9
+HOTTER = 1.5
+"""Times the median of the others."""
+WATCHED = 180.0
+"""Seconds for which a server has to be hot or idle; less where a configuration is seen for less than a minute: three times as long as that."""
+IDLE = 0.4
+LEAST_LEFT = 3600.0
+IDLE_MARGIN = 4
+_URGENT = (Brake.OFF, Brake.UNDER_WAY, Brake.MANUAL_HOLD, Brake.COOL_DOWN)
+"""Brakes that hold even what prevents a failure."""
+
+
+def decide(state: JobState, known: Facts, offer: PlanOffered | None = None) -> Verdict:
+    scaling = state.scaling
+    brake = brakes.of_job(scaling, known, SERVERS)
+    is_changeable = NodeType.PS in scaling.terms.types
+    if is_changeable and (brake is None or brake.brake not in _URGENT):
+        found = _short_memory(state)
+        if found is not None:
+            return found
+    if brake is not None:
+        return held(brake, f"Servers and workers stay: {brake.why}.")
+    if offer is not None:
+        return judged(state, known, offer.plan, _gain_of(offer, known), offer.sentence)
+    for rule in (_hot, _all_hot, _idle) if is_changeable else ():
+        found = rule(state, known)
+        if found is not None:
+            return found
+    if scaling.terms.optimizer is Optimizer.NONE:
+        return Verdict(outcome=ScaleOutcome.RESTED, sentence="No server is hot, short or idle.", kind=SERVERS)
+    return decide_numbers(state, known)
+
+
+def _gain_of(offer: PlanOffered, known: Facts) -> float:
+    """Of an offer that expects no speed the least that counts: probation judges it."""
+    return offer.expected_speed / known.speed - 1 if offer.expected_speed else LEAST_GAIN
+
+
+def _short_memory(state: JobState) -> Verdict | None:
+    short = memory.short_server(state, facts.seconds_left(state.scaling))
+    if short is None or not short.is_possible:
+        return None
+    return repair(f"Server {short.rank} gets {short.more_mb} MiB: {short.why}.", short.plan)
+
+
+def _hot(state: JobState, known: Facts) -> Verdict | None:
+    nodes = [node for node in measured_servers(state) if cores_given(state, node) > 0]
+    if len(nodes) < 2:
+        return None
+    for node in nodes:
+        had = cores_given(state, node)
+        others = [each.cpu / cores_given(state, each) for each in nodes if each is not node]
+        use = node.cpu / had
+        if not _is_watched(state, node) or use < HOT or use < HOTTER * median(others):
+            continue
+        cpu = _cores_for_hot(state, node, had)
+        plan = Plan(nodes=(PlannedNode(platform_node=node.platform_node, cpu=cpu),))
+        if cpu > rules.GROWTH_BAND * had and not excess_of(state, plan):
+            return repair(
+                f"Server {node.rank} gets {cpu:g} cores instead of {had:g}: it uses {use:.0%} of them, the others "
+                f"{median(others):.0%}; its memory stays.",
+                plan,
+            )
+    return None
+
+
+def _is_watched(state: JobState, node: NodeUse) -> bool:
+    return node.seconds >= min(WATCHED, 3 * state.scaling.terms.stable_for)
+
+
+def _cores_for_hot(state: JobState, node: NodeUse, had: float) -> float:
+    """Twice as many; by the rules as many as the most workers that the limits allow will need (§8.4)."""
+    terms, wanted = state.scaling.terms, 2 * had
+    limit = 0.0 if state.fleet is None else state.fleet.spec.limits.cpu
+    sample = sample_of(state)
+    if terms.optimizer is Optimizer.RULES and limit and sample is not None:
+        wanted = rules.hot_servers([sample], limit).get(node.platform_node, wanted)
+    return min(terms.largest.cpu, wanted)
+
+
+def _all_hot(state: JobState, known: Facts) -> Verdict | None:
+    nodes = [node for node in measured_servers(state) if cores_given(state, node) > 0]
+    is_hot = nodes and all(_is_watched(state, node) and node.cpu >= HOT * cores_given(state, node) for node in nodes)
+    if not is_hot or state.fleet is None or known.slow_start:
+        return None
+    count = state.fleet.replicas[NodeType.PS].target
+    more = min(state.scaling.terms.most_servers, count + max(1, count // 2))
+    plan = Plan(groups=(PlannedGroup(node_type=NodeType.PS, count=more),))
+    if more <= count or excess_of(state, plan):
+        return None
+    sentence = f"{more} servers instead of {count}: all of them use more than {HOT:.0%} of their cores."
+    return watched(state, known, plan, sentence, direction=1)
+
+
+def _idle(state: JobState, known: Facts) -> Verdict | None:
+    left = facts.seconds_left(state.scaling)
+    if left is None or left <= LEAST_LEFT:
+        return None
+    planned = []
+    for node in measured_servers(state):
+        had, fewer = cores_given(state, node), float(math.ceil(node.cpu_max) + IDLE_MARGIN)
+        if (
+            _is_watched(state, node)
+            and node.cpu_max < IDLE * had
+            and max(fewer, state.scaling.terms.smallest.cpu) < had
+        ):
+            planned.append(
+                PlannedNode(platform_node=node.platform_node, cpu=max(fewer, state.scaling.terms.smallest.cpu))
+            )
+    if not planned:
+        return None
+    return repair(
+        f"{len(planned)} servers get fewer cores: they use less than {IDLE:.0%} of them.", Plan(nodes=tuple(planned))
+    )
