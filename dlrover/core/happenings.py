@@ -78,6 +78,8 @@ class ClusterLooks(Struct):
     """Answer: parameter servers of the next version, in rank order."""
     is_complete: bool = False
     """Answer: the platform has brought all of them."""
+    num_workers: int = 0
+    """Answer: workers that the platform has or shall bring."""
 
 
 class CutTaking(Struct):

@@ -82,6 +82,8 @@ class Shape(Struct, frozen=True, kw_only=True):
     """Agents import what their workers need before they join; else their first workers start more slowly."""
     has_tasks: bool = False
     """With a fleet of a parameter-server job: each of its nodes has an agent, and their processes form a cluster. Needs a dataset."""
+    has_coordinator: bool = False
+    """With such a cluster: its chief cannot go on beside living variables, and asks for the next version."""
     has_exact_saves: bool = False
     """With such a cluster: all park for each save of the chief."""
     has_failover: bool = False
@@ -346,9 +348,11 @@ def draw_task_shape(chance: random.Random, hours: float) -> Shape:
         has_tasks=True,
         has_exact_saves=chance.random() < 0.3,
         has_warm_up=chance.random() < WARM_UP_ODDS,
+        has_coordinator=chance.random() < COORDINATOR_ODDS,
     )
 
 
+COORDINATOR_ODDS = 0.25
 POD_ODDS = 0.5
 
 

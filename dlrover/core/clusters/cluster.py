@@ -65,6 +65,8 @@ class Surroundings(Struct, frozen=True, kw_only=True):
     """Wanted for the next version, in rank order."""
     is_complete: bool = True
     """The platform has brought all of them."""
+    num_workers: int = 0
+    """That the platform shall run."""
 
 
 class TaskProcess(Struct, kw_only=True):
@@ -77,6 +79,7 @@ class TaskProcess(Struct, kw_only=True):
     is_bound: bool = False
     """It runs: it has told the address of its server."""
     address: str = ""
+    """Of its server; until it is bound, the one of the process before it on this seat in this version."""
     is_parked: bool = False
     is_ended: bool = False
     """It has done its work."""
@@ -104,6 +107,7 @@ class Cluster(Struct, kw_only=True):
     """Of the view."""
     starts: int = 0
     processes: dict[NodeId, TaskProcess] = {}
+    num_wanted_workers: int = 0
     servers: list[PlatformId] = []
     """Of this version, in rank order; empty while they are gathered."""
     addresses: list[str] = []
@@ -146,6 +150,8 @@ class Cluster(Struct, kw_only=True):
                 process.is_at_work and process.seat.node_type is NodeType.WORKER for process in self.processes.values()
             ),
             is_over=self.finished_at is not None,
+            workers=self._worker_addresses(),
+            num_wanted_workers=self.num_wanted_workers,
         )
 
     def task(self, node: NodeId) -> tuple[Round, ClusterTask] | None:
@@ -239,6 +245,9 @@ class Cluster(Struct, kw_only=True):
     def look(self, around: Surroundings, now: Micros) -> list[str]:
         """Compare what is there with what shall be there. The sentences say what follows."""
         said: list[str] = []
+        if around.num_workers != self.num_wanted_workers:
+            self.num_wanted_workers = around.num_workers
+            self.number += 1
         gone = self._drop_gone(around)
         lost = [process.seat.label for process in gone if process.seat.platform in self.servers]
         is_chief_lost = any(process.seat.node_type is NodeType.CHIEF for process in gone)
@@ -302,6 +311,8 @@ class Cluster(Struct, kw_only=True):
 
     def bound(self, process: TaskProcess, address: str) -> None:
         process.is_bound, process.address = True, address
+        if process.seat.node_type is NodeType.WORKER:
+            self.number += 1
 
     def restored(self, process: TaskProcess, step: int, now: Micros) -> list[str]:
         if process.seat.node_type is not NodeType.CHIEF or self.phase not in (ClusterPhase.RESTORING, *_OPEN):
@@ -319,6 +330,17 @@ class Cluster(Struct, kw_only=True):
             self.changes_since = None
         what = "a fresh model" if step == FRESH else f"the model of step {step}"
         return [f"Version {self.version} trains {what} on {len(self.servers)} parameter servers."]
+
+    def renew(self, process: TaskProcess, reason: str, now: Micros) -> list[str]:
+        """On the word of the chief."""
+        if process.seat.node_type is not NodeType.CHIEF:
+            raise Rejected(
+                f"{process.seat.label} wants the next version; only the chief begins one.", code=ErrorCode.MALFORMED
+            )
+        said: list[str] = []
+        if self.phase is not ClusterPhase.GATHERING and self.finished_at is None:
+            self._begin_version(reason, now, said)
+        return said
 
     def parked(self, process: TaskProcess) -> None:
         process.is_parked = True
@@ -518,6 +540,12 @@ class Cluster(Struct, kw_only=True):
 
     def _restart(self, process: TaskProcess) -> None:
         self._start(process.seat)
+        self.processes[process.seat.node].address = process.address
+
+    def _worker_addresses(self) -> dict[int, str]:
+        workers = [each for each in self.processes.values() if each.seat.node_type is NodeType.WORKER]
+        found = {each.seat.rank: each.address for each in workers if each.is_at_work and each.address}
+        return dict(sorted(found.items()))
 
     def _start(self, seat: Seat) -> None:
         self.starts += 1

@@ -20,6 +20,7 @@ from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.cluster import (
     FRESH,
     MAX_ADDRESS,
+    MAX_REASON,
     NO_CUT,
     AskCluster,
     ClusterCommand,
@@ -28,6 +29,7 @@ from dlrover.protocol.messages.cluster import (
     ModelSaved,
     ParkForSave,
     ProcessParked,
+    RenewVersion,
     ServerBound,
     TakeCut,
     VersionView,
@@ -87,7 +89,9 @@ def advance(decision: Decision) -> bool:
         return False
     looks = ClusterLooks()
     decision.announce(decision.on.cluster_looks, looks)
-    around = Surroundings(seats=_seats(state), servers=looks.servers, is_complete=looks.is_complete)
+    around = Surroundings(
+        seats=_seats(state), servers=looks.servers, is_complete=looks.is_complete, num_workers=looks.num_workers
+    )
     _carry(decision, cluster, lambda: cluster.look(around, decision.now))
     if cluster.is_settled:
         decision.announce(decision.on.cluster_settled, cluster.servers)
@@ -219,6 +223,16 @@ def _restored(command: ModelRestored, decision: Decision) -> Reply:
     return Done()
 
 
+def _renew(command: RenewVersion, decision: Decision) -> Reply:
+    cluster, process = _current(command, decision)
+    if not 0 < len(command.reason) <= MAX_REASON:
+        raise Rejected(f"A reason has 1 to {MAX_REASON} characters.", code=ErrorCode.MALFORMED)
+
+    _carry(decision, cluster, lambda: cluster.renew(process, command.reason, decision.now))
+    decision.is_unsettled = True
+    return Done()
+
+
 def _parked(command: ProcessParked, decision: Decision) -> Reply:
     cluster, process = _current(command, decision)
     _check_step(command.step)
@@ -312,6 +326,7 @@ HANDLERS: Handlers = {
     ParkForSave: _park_for_save,
     TakeCut: _take_cut,
     ModelSaved: _saved,
+    RenewVersion: _renew,
 }
 
 ANSWERS: Answers = {AskCluster: _answer}

@@ -88,6 +88,7 @@ def on_cluster_looks(decision: Decision, looks: ClusterLooks) -> None:
     fleet = life_cycle.fleet_of(decision)
     looks.servers = tuple(node.id for node in parameter_servers.next_cluster(fleet))
     looks.is_complete = not parameter_servers.is_somebody_awaited(fleet)
+    looks.num_workers = len(fleet.workers.holders)
 
 
 def on_rank_contested(decision: Decision, contested: RankContested) -> None:

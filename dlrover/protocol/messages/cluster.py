@@ -20,6 +20,7 @@ NO_CUT = -1
 FRESH = -1
 """Restored step of a model that begins."""
 MAX_ADDRESS = 256
+MAX_REASON = 256
 
 
 class ClusterPhase(enum.StrEnum):
@@ -93,7 +94,16 @@ class ModelSaved(ClusterCommand, tag=True, frozen=True, kw_only=True):
     cut: int = NO_CUT
 
 
-AnyClusterCommand = ServerBound | ModelRestored | ProcessParked | ParkForSave | TakeCut | ModelSaved
+class RenewVersion(ClusterCommand, tag=True, frozen=True, kw_only=True):
+    """
+    The chief needs the next version: of a coordinator that is lost nothing can be taken over, and to one that runs no worker can be added. As
+    after the loss of a server, the next version goes on from the last checkpoint.
+    """
+
+    reason: str
+
+
+AnyClusterCommand = ServerBound | ModelRestored | ProcessParked | ParkForSave | TakeCut | ModelSaved | RenewVersion
 
 
 class CutTaken(Struct, tag=True, frozen=True, kw_only=True):
@@ -127,3 +137,7 @@ class VersionView(Struct, tag=True, frozen=True, kw_only=True):
     """Workers whose training is not over. The chief saves last when there are none."""
     is_over: bool = False
     """The chief has ended well: there is nothing left to train."""
+    workers: dict[int, str] = {}
+    """Addresses of the workers of this version by rank. The process of a worker that starts again finds here where its former one listened."""
+    num_wanted_workers: int = 0
+    """That the platform shall run."""

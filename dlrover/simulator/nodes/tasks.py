@@ -28,6 +28,7 @@ from dlrover.protocol.messages.cluster import (
     ModelSaved,
     ParkForSave,
     ProcessParked,
+    RenewVersion,
     ServerBound,
     TakeCut,
     VersionView,
@@ -66,6 +67,8 @@ LOOK_AGAIN = 20 * SECOND
 EVALUATION = (1.0, 60.0)
 SAVE_ODDS = 0.15
 """Of a beat of the chief."""
+RENEW_ODDS = 0.01
+"""Of a beat of a coordinator: workers have joined, or it has lost a server before the master did."""
 GATHER_ODDS = 0.3
 """How often what was read is told with the next step only."""
 MOST_RECORDS = 3
@@ -261,6 +264,9 @@ class VirtualTasks:
         is_attaching = view.restored_step is not None
         if not is_attaching and task.kind is not NodeType.CHIEF:
             return
+        if is_attaching and task.kind is NodeType.CHIEF and self._sim.shape.has_coordinator:
+            self._renew(task, "the coordinator has started again")
+            return
         task.is_opening = True
         is_slow = not is_attaching and self._chance.random() < SLOW_RESTORE_ODDS
         duration = span(self._chance, *(SLOW if is_slow else BINDING if is_attaching else RESTORING))
@@ -308,6 +314,12 @@ class VirtualTasks:
             self._exchange(task)
         if task.kind is NodeType.CHIEF and self._chance.random() < SAVE_ODDS:
             self._save_now_and_then(task)
+        if task.kind is NodeType.CHIEF and self._sim.shape.has_coordinator and self._chance.random() < RENEW_ODDS:
+            self._renew(task, "the coordinator wants other workers")
+
+    def _renew(self, task: VirtualTask, reason: str) -> None:
+        """It asks until it hears that its version is over."""
+        self._tell(task, RenewVersion(reason=reason), lambda _: None)
 
     def _end_slow_step(self, task: VirtualTask) -> None:
         task.is_busy = False

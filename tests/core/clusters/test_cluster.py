@@ -374,6 +374,64 @@ def test_only_the_chief_asks_for_an_exact_save_and_only_while_all_train() -> Non
     assert stage.cluster.version == 2, "the change goes on"
 
 
+def test_a_coordinator_begins_the_next_version_when_it_needs_one() -> None:
+    """Design 12: nothing of a lost coordinator can be taken over, and to a running one no worker can be added."""
+    stage = usual()
+    rounds = {name: stage.round(name) for name in ("ps-0", "ps-1", "chief-0", "worker-0", "evaluator-0")}
+    stage.said += stage.cluster.renew(stage.process("chief-0"), "a worker has joined", stage.now)
+    stage.look()
+    assert stage.said[-1] == "Version 2 of the cluster begins: a worker has joined."
+    assert stage.round("evaluator-0") == rounds.pop("evaluator-0")
+    assert all(stage.round(name) > former for name, former in rounds.items())
+    assert stage.cluster.renew(stage.process("chief-0"), "again", stage.now) == [], "one has just begun"
+    stage.train().finish("chief-0")
+    version = stage.cluster.version
+    with pytest.raises(Rejected, match="only the chief"):
+        stage.cluster.renew(stage.process("worker-0"), "it wants to", stage.now)
+    assert stage.cluster.version == version
+
+
+@pytest.mark.parametrize("phase", [P.RESTORING, P.PARKING, P.SAVING])
+def test_a_coordinator_may_need_the_next_version_in_any_phase(phase: ClusterPhase) -> None:
+    stage = Stage.of("ps-0", "chief-0", "worker-0").bind("ps-0", "chief-0", "worker-0")
+    if phase is not P.RESTORING:
+        stage.restore().come("ps-1").want("ps-0", "ps-1")
+    if phase is P.SAVING:
+        stage.park("chief-0", "worker-0")
+    assert stage.cluster.phase is phase
+    stage.cluster.renew(stage.process("chief-0"), "a server does not answer", stage.now)
+    stage.look()
+    assert (stage.cluster.version, stage.cluster.phase) == (2, P.GATHERING)
+    stage.train()
+    assert stage.cluster.version == 2
+
+
+def test_workers_are_found_by_their_ranks_and_come_back_where_they_were() -> None:
+    stage = usual().come("worker-1").bind("worker-1")
+    addresses = {0: stage.process("worker-0").address, 1: stage.process("worker-1").address}
+    assert stage.cluster.view().workers == addresses
+    stage.fail("worker-0")
+    assert not stage.process("worker-0").is_bound
+    assert stage.cluster.view().workers == addresses, "its next process may listen there again"
+    number = stage.cluster.number
+    stage.bind("worker-0")
+    assert stage.cluster.view().workers[0] != addresses[0]
+    assert stage.cluster.number > number, "who waits for it hears of it"
+    stage.cluster.renew(stage.process("chief-0"), "a worker listens elsewhere", stage.now)
+    stage.look()
+    assert stage.cluster.view().workers == {}, "the next version begins on other ports"
+
+
+def test_how_many_workers_are_wanted_is_in_the_view() -> None:
+    stage = usual()
+    number = stage.cluster.number
+    around = Surroundings(seats=tuple(stage.seats.values()), servers=tuple(stage.cluster.servers), num_workers=3)
+    stage.cluster.look(around, stage.now)
+    assert (stage.cluster.view().num_wanted_workers, stage.cluster.number) == (3, number + 1)
+    stage.cluster.look(around, stage.now)
+    assert stage.cluster.number == number + 1
+
+
 def test_a_server_that_fails_while_all_are_gathered_is_only_started_again() -> None:
     stage = Stage.of("ps-0", "ps-1", "chief-0")
     before = stage.round("ps-0")
