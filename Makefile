@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ demo-kubernetes: $(STAMP) ## an ElasticJob of three workers; a pod is deleted, a
 
 demo-ray: $(RAY_STAMP) ## a job on a Ray of four machines; a worker, a node, a machine and the job's host are killed (no cluster needed)
 	@$(RAY_BIN)/python examples/ray/demo.py
+
+demo-unified: $(RAY_STAMP) ## reinforcement learning with four roles on a Ray of four machines; a process of each part and a machine are killed, and no loss differs
+	@$(RAY_BIN)/python -m examples.grpo.demo
 
 demo-scaling: $(STAMP) ## a job on this machine finds its own size between 1 and 4 nodes, then loses half of its room; reasons and the fitted curve
 	@$(BIN)/python examples/scaling/demo.py

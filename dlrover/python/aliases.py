@@ -89,6 +89,76 @@ _EVENTS = {
 _REFLECTION = _in("tools.reflection", "Importer get_class import_callable new_instance")
 _LOGGER = _in("tools.log", "default_logger")
 
+_API = "dlrover.unified.api"
+_CALLS = {name: f"dlrover.unified.runtime.calls:{name}" for name in ("FutureSequence", "RoleActor", "RoleGroup")}
+_RPC = _CALLS | {
+    "rpc": "dlrover.unified.runtime.methods:rpc",
+    **{
+        name: f"{_API}.worker:{name}"
+        for name in ("UserRpcProxy", "create_rpc_proxy", "export_rpc_instance", "export_rpc_method")
+    },
+}
+_WORKER = {name: f"{_API}.worker:{name}" for name in ("Worker", "current_worker")}
+_QUEUE = {"DataQueue": f"{_API}.queue:DataQueue"}
+_LOADER = {name: f"{_API}.dataloader:{name}" for name in ("RayDataLoaderIter", "patch_dataloader_ray")}
+_BUILDER = {name: f"{_API}.builder:{name}" for name in ("DLJob", "DLJobBuilder")}
+_RL_BUILDER = {name: f"{_API}.builder:{name}" for name in ("RLJob", "RLJobBuilder")}
+_UNIFIED = "dlrover.python.unified"
+_ENSEMBLES: Mapping[str, Mapping[str, str]] = {
+    f"{_UNIFIED}.api.builder": {
+        **_BUILDER,
+        "RLJobBuilder": f"{_API}.builder:RLJobBuilder",
+        "RLRoleType": f"{_API}.enums:RLRoleType",
+    },
+    f"{_UNIFIED}.api.builder.base": _BUILDER,
+    f"{_UNIFIED}.api.builder.rl": _RL_BUILDER,
+    f"{_UNIFIED}.api.base": _BUILDER,
+    f"{_UNIFIED}.api.rl": _RL_BUILDER,
+    f"{_UNIFIED}.api.runtime": {
+        **_RPC,
+        **_WORKER,
+        **_QUEUE,
+        **_LOADER,
+        **{name: f"{_API}.worker:{name}" for name in ("ActorInfo", "JobInfo")},
+        "PrimeMasterApi": f"{_API}.controller:PrimeMasterApi",
+    },
+    f"{_UNIFIED}.api.runtime.queue": _QUEUE,
+    f"{_UNIFIED}.api.runtime.ray_dataloader_iter": _LOADER,
+    f"{_UNIFIED}.api.runtime.rpc_helper": _RPC,
+    f"{_UNIFIED}.api.runtime.worker": _WORKER,
+    f"{_UNIFIED}.common.config": {name: f"{_API}.config:{name}" for name in ("DLConfig", "JobConfig")},
+    f"{_UNIFIED}.common.enums": {
+        name: f"{_API}.enums:{name}"
+        for name in (
+            "ACCELERATOR_TYPE",
+            "DLStreamType",
+            "DiagnosticInfoType",
+            "DiagnosticResponsibility",
+            "ExecutionResultType",
+            "MasterStage",
+            "MasterStateBackendType",
+            "RLRoleType",
+            "WorkloadEntrypointType",
+        )
+    },
+    f"{_UNIFIED}.common.workload_desc": {
+        name: f"{_API}.workload:{name}"
+        for name in (
+            "CustomWorkloadDesc",
+            "ElasticWorkloadDesc",
+            "NodeGroupFailoverDesc",
+            "ResourceDesc",
+            "SimpleWorkloadDesc",
+        )
+    },
+    f"{_UNIFIED}.controller.extension": {"ManagerExtension": f"{_API}.controller:ManagerExtension"},
+    f"{_UNIFIED}.controller.master": {"PrimeMaster": f"{_API}.submit:PrimeMaster"},
+    f"{_UNIFIED}.driver.main": {name: f"{_API}.submit:{name}" for name in ("main", "submit")},
+    f"{_UNIFIED}.util.config_util": {
+        name: f"{_API}.config_util:{name}" for name in ("args_2_omega_conf", "omega_conf_2_args")
+    },
+}
+
 ALIASES: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: "new module:new name"}
     "dlrover.proto.elastic_training_pb2": {
@@ -331,6 +401,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.trainer.util.log_util": _LOGGER,
     "dlrover.trainer.util.net_util": _in("launch.ports", "get_available_port"),
     "dlrover.trainer.util.reflect_util": _REFLECTION,
+    **_ENSEMBLES,
 }
 
 _INSIDE = "a class of the original's inside; this implementation is built differently and has no such part"
@@ -339,7 +410,6 @@ _KUBERNETES = "jobs on Kubernetes"
 _RAY = "jobs on Ray"
 _SCALING = "an optimiser of the original's master; here `--optimizer` chooses one (fitted, rules, none), and none is a class for scripts"
 _TENSORFLOW = "training with TensorFlow"
-_UNIFIED = "jobs of several roles (the unified API)"
 
 
 def _all(reason: str, names: str) -> dict[str, str]:
@@ -353,7 +423,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.event.context": _all(_INSIDE, "JobEventContext StepEvents"),
     "dlrover.python.common.event.train_event": _all(_INSIDE, "TrainEvent TrainEventName TrainEventState"),
     "dlrover.python.common.node": _all(_KUBERNETES, "Node NodeEvent NodeGroupResource NodeResource"),
-    "dlrover.python.common.resource": _all(_UNIFIED, "Resource"),
+    "dlrover.python.common.resource": _all(_INSIDE, "Resource"),
     "dlrover.python.common.serialize": _all(_INSIDE, "PickleSerializable"),
     "dlrover.python.diagnosis.common.constants": _all(_INSIDE, "InferenceConfigKey JobHangPolicy JobHangWatermark"),
     "dlrover.python.diagnosis.common.diagnosis_manager": _all(_INSIDE, "DiagnosisManager"),
@@ -382,36 +452,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     ),
     "dlrover.python.scheduler.job": _all(_KUBERNETES, "ElasticJob JobArgs LocalJobArgs NodeArgs"),
     "dlrover.python.training_event.error_handler": _all(_INSIDE, "ErrorHandler init_error_handler"),
-    "dlrover.python.unified.api.builder": _all(_UNIFIED, "DLJob DLJobBuilder RLJobBuilder RLRoleType"),
-    "dlrover.python.unified.api.builder.base": _all(_UNIFIED, "DLJob DLJobBuilder"),
-    "dlrover.python.unified.api.builder.rl": _all(_UNIFIED, "RLJob RLJobBuilder"),
-    "dlrover.python.unified.api.base": _all(_UNIFIED, "DLJob DLJobBuilder"),
-    "dlrover.python.unified.api.rl": _all(_UNIFIED, "RLJob RLJobBuilder"),
-    "dlrover.python.unified.api.runtime": _all(
-        _UNIFIED,
-        "ActorInfo DataQueue FutureSequence JobInfo PrimeMasterApi RayDataLoaderIter RoleActor RoleGroup UserRpcProxy "
-        "Worker create_rpc_proxy current_worker export_rpc_instance export_rpc_method patch_dataloader_ray rpc",
-    ),
-    "dlrover.python.unified.api.runtime.queue": _all(_UNIFIED, "DataQueue"),
-    "dlrover.python.unified.api.runtime.ray_dataloader_iter": _all(_UNIFIED, "RayDataLoaderIter patch_dataloader_ray"),
-    "dlrover.python.unified.api.runtime.rpc_helper": _all(
-        _UNIFIED,
-        "FutureSequence RoleActor RoleGroup UserRpcProxy create_rpc_proxy export_rpc_instance export_rpc_method rpc",
-    ),
-    "dlrover.python.unified.api.runtime.worker": _all(_UNIFIED, "Worker current_worker"),
-    "dlrover.python.unified.common.config": _all(_UNIFIED, "DLConfig JobConfig"),
-    "dlrover.python.unified.common.enums": _all(
-        _UNIFIED,
-        "ACCELERATOR_TYPE DLStreamType DiagnosticInfoType DiagnosticResponsibility ExecutionResultType MasterStage "
-        "MasterStateBackendType RLRoleType WorkloadEntrypointType",
-    ),
-    "dlrover.python.unified.common.workload_desc": _all(
-        _UNIFIED, "CustomWorkloadDesc ElasticWorkloadDesc NodeGroupFailoverDesc ResourceDesc SimpleWorkloadDesc"
-    ),
-    "dlrover.python.unified.controller.extension": _all(_UNIFIED, "ManagerExtension"),
-    "dlrover.python.unified.controller.master": _all(_UNIFIED, "PrimeMaster"),
-    "dlrover.python.unified.driver.main": _all(_UNIFIED, "main submit"),
-    "dlrover.python.unified.util.config_util": _all(_UNIFIED, "args_2_omega_conf omega_conf_2_args"),
     "dlrover.python.util.k8s_util": _all(_INSIDE, "is_target_labels_equal"),
     "dlrover.python.util.queue.queue": _all(_RAY, "ConcurrentQueue RayEventQueue"),
     "dlrover.python.util.state.memory_store": _all(_RAY, "MemoryStore"),

@@ -78,8 +78,10 @@ class Conductor:
         self._children: set[asyncio.Task[None]] = set()
         self._watched: set[InstanceId] = set()
         self._has_decided = asyncio.Event()
+        self._decided_by_core: asyncio.Future[None] | None = None
         self.has_begun = asyncio.Event()
         """It drives the job, and `status`, `stop` and `restart` may be called."""
+        self.on_verdict: Callable[[str], None] = lambda sentence: None
         self._over: asyncio.Future[FinishEnsemble] = asyncio.get_running_loop().create_future()
 
     async def conduct(self, first: Command | None = None) -> FinishEnsemble:
@@ -89,10 +91,10 @@ class Conductor:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self.has_begun.set()
+                self._perform(ensemble.machine.open_effects())
                 for instance, known in list(ensemble.machine.instances()):
                     if known.life in ALIVE:
                         self._watch(instance)
-                self._perform(ensemble.machine.open_effects())
                 timing = tasks.create_task(self._keep_time())
                 over = await self._over
                 timing.cancel()
@@ -101,6 +103,16 @@ class Conductor:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group  # the first failure; the others are its followers
         return over
+
+    @property
+    def epoch(self) -> int:
+        assert self._ensemble is not None, "it conducts nothing yet"
+        return self._ensemble.epoch
+
+    async def next_decision(self) -> None:
+        """Until the core has decided something."""
+        self._decided_by_core = self._decided_by_core or asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._decided_by_core)
 
     def status(self) -> EnsembleStatus:
         assert self._ensemble is not None, "it conducts nothing yet"
@@ -130,7 +142,11 @@ class Conductor:
             return False
         for verdict in outcome.verdicts:
             log.info("%s", verdict)
+            self.on_verdict(verdict)
         self._has_decided.set()
+        if self._decided_by_core is not None:
+            self._decided_by_core.set_result(None)
+            self._decided_by_core = None
         self._perform(outcome.effects)
         return True
 
@@ -161,8 +177,8 @@ class Conductor:
                 case PlaceBundles():
                     self._start(self._place())
                 case CreateInstance(instance):
-                    self._watch(instance)
                     self._start(self._await_answer(instance, self._cluster.create, InstanceReady))
+                    self._watch(instance)  # after it: the cluster knows then that the instance is still to come
                 case RunInstance(instance):
                     self._start(self._await_answer(instance, self._cluster.run, InstanceSucceeded))
                 case EndInstance(instance, is_kill):

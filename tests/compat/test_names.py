@@ -109,6 +109,27 @@ SPECIFIED = {
     PYTHON + "training_event.predefined.common": "CommonPredefined WarningType",
     PYTHON + "common.event.reporter": "EventReporter",
     PYTHON + "util.k8s_util": "gen_dict_from_k8s_label_selector gen_k8s_label_selector_from_dict",
+    # Spec 11 §2.
+    PYTHON + "unified.api.builder": "DLJob DLJobBuilder RLJobBuilder RLRoleType",
+    PYTHON + "unified.api.builder.rl": "RLJob RLJobBuilder",
+    PYTHON + "unified.api.runtime": "DataQueue RayDataLoaderIter patch_dataloader_ray Worker current_worker rpc "
+    "export_rpc_method export_rpc_instance UserRpcProxy create_rpc_proxy RoleActor RoleGroup FutureSequence ActorInfo "
+    "JobInfo PrimeMasterApi",
+    PYTHON + "unified.api.runtime.worker": "Worker current_worker",
+    PYTHON + "unified.api.runtime.queue": "DataQueue",
+    PYTHON + "unified.api.runtime.ray_dataloader_iter": "RayDataLoaderIter patch_dataloader_ray",
+    PYTHON
+    + "unified.api.runtime.rpc_helper": "rpc export_rpc_method export_rpc_instance UserRpcProxy create_rpc_proxy "
+    "RoleActor RoleGroup FutureSequence",
+    PYTHON + "unified.common.enums": "RLRoleType ACCELERATOR_TYPE MasterStage MasterStateBackendType DLStreamType "
+    "ExecutionResultType DiagnosticInfoType DiagnosticResponsibility WorkloadEntrypointType",
+    PYTHON + "unified.common.config": "DLConfig JobConfig",
+    PYTHON + "unified.common.workload_desc": "ResourceDesc ElasticWorkloadDesc SimpleWorkloadDesc CustomWorkloadDesc "
+    "NodeGroupFailoverDesc",
+    PYTHON + "unified.controller.master": "PrimeMaster",
+    PYTHON + "unified.controller.extension": "ManagerExtension",
+    PYTHON + "unified.driver.main": "submit main",
+    PYTHON + "unified.util.config_util": "args_2_omega_conf omega_conf_2_args",
 }
 TO_COME = {
     # Spec 01 §13, §14.
@@ -121,27 +142,11 @@ TO_COME = {
     # Spec 09.
     PYTHON + "elastic_agent.tensorflow.hooks": "ReportModelMetricHook ReportModelInfoHook",
     PYTHON + "elastic_agent.tensorflow.profile_extractor": "ProfileExtracter",
-    # Spec 11 §2.
-    PYTHON + "unified.api.builder": "DLJob DLJobBuilder RLJobBuilder RLRoleType",
-    PYTHON + "unified.api.builder.rl": "RLJob RLJobBuilder",
-    PYTHON + "unified.api.runtime": "DataQueue RayDataLoaderIter patch_dataloader_ray Worker current_worker rpc "
-    "export_rpc_method export_rpc_instance UserRpcProxy create_rpc_proxy RoleActor RoleGroup FutureSequence ActorInfo "
-    "JobInfo PrimeMasterApi",
-    PYTHON + "unified.api.runtime.worker": "current_worker",
-    PYTHON + "unified.common.enums": "RLRoleType ACCELERATOR_TYPE MasterStage MasterStateBackendType DLStreamType "
-    "ExecutionResultType DiagnosticInfoType DiagnosticResponsibility WorkloadEntrypointType",
-    PYTHON + "unified.common.config": "DLConfig JobConfig",
-    PYTHON + "unified.common.workload_desc": "ResourceDesc ElasticWorkloadDesc SimpleWorkloadDesc CustomWorkloadDesc "
-    "NodeGroupFailoverDesc",
-    PYTHON + "unified.controller.master": "PrimeMaster",
-    PYTHON + "unified.controller.extension": "ManagerExtension",
-    PYTHON + "unified.driver.main": "submit main",
-    PYTHON + "unified.util.config_util": "args_2_omega_conf omega_conf_2_args",
 }
 REASONS = {
     value
     for name, value in vars(aliases).items()
-    if name in ("_BRAIN", "_INSIDE", "_KUBERNETES", "_RAY", "_SCALING", "_TENSORFLOW", "_UNIFIED")
+    if name in ("_BRAIN", "_INSIDE", "_KUBERNETES", "_RAY", "_SCALING", "_TENSORFLOW")
 }
 
 

@@ -90,6 +90,9 @@ def status(
 
     with found_job(job, address) as found:
         account = found.account()
+        if not account.address:  # a job of several roles, whose masters are those of its elastic roles
+            echo(account.summary)
+            return
         reply = asyncio.run(ask(account.address, AskStatus(), token=account.token, tls=account.tls, timeout=10.0))
         assert isinstance(reply, JobStatus), f"the master answered AskStatus with {type(reply).__name__}"
         if is_json:
@@ -267,7 +270,7 @@ def _state_of(ray: Any, name: str) -> tuple[str, str]:
         account = find_job(ray, name).account(timeout=5.0)
     except (Unavailable, ConfigError) as error:
         return "not answering", str(error)
-    return "running", f"{account.summary}; master at {account.address}"
+    return "running", account.summary + (f"; master at {account.address}" if account.address else "")
 
 
 @contextlib.contextmanager

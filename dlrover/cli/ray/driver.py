@@ -39,7 +39,8 @@ _MAX_NAMES = 100
 class SubmittedJob:
     """One job in the cluster that `ray` is connected to."""
 
-    def __init__(self, ray: Any, name: str, job_uid: str) -> None:
+    def __init__(self, ray: Any, name: str, job_uid: str, *, actor_name: str = HOST) -> None:
+        self.actor_name = actor_name
         self._ray = ray
         self.name = name
         self.job_uid = job_uid
@@ -104,7 +105,7 @@ class SubmittedJob:
 
     def _actor(self) -> Any:
         try:
-            return self._ray.get_actor(HOST, namespace=namespace_of(self.job_uid))
+            return self._ray.get_actor(self.actor_name, namespace=namespace_of(self.job_uid))
         except ValueError as error:
             raise Unavailable(f"job {self.name} has no host in this cluster") from error
 
@@ -148,7 +149,7 @@ def find_job(ray: Any, name: str) -> SubmittedJob:
     names = registry.names()
     fitting = [name] if name in names else [each for each in names if each.startswith(name)]
     if len(fitting) == 1 and (known := registry.find(fitting[0])) is not None:
-        return SubmittedJob(ray, fitting[0], known.job_uid)
+        return SubmittedJob(ray, fitting[0], known.job_uid, actor_name=known.actor)
     running = ", ".join(names) or "none"
     if not name:
         raise ConfigError(f"Name a job. Running in this cluster: {running}.")
@@ -169,7 +170,7 @@ def clean(ray: Any) -> list[str]:
     registry, removed = Registry(), []
     for name in registry.names():
         known = registry.find(name)
-        if known is not None and SubmittedJob(ray, name, known.job_uid)._is_gone():
+        if known is not None and SubmittedJob(ray, name, known.job_uid, actor_name=known.actor)._is_gone():
             remove_job(ray, name, known.job_uid)
             removed.append(f"job {name}")
     for name in registry.results():

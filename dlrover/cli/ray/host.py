@@ -33,6 +33,7 @@ from dlrover.platforms.local.memory_limits import MemoryLimits
 from dlrover.platforms.local.node_process import send, wait_gone
 from dlrover.platforms.ray.directory import ActorDirectory
 from dlrover.platforms.ray.messages import JobSecrets
+from dlrover.platforms.ray.node_actor import NodeActor
 from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.recovery import find_secrets
 from dlrover.platforms.ray.starter import RayStarter
@@ -57,6 +58,8 @@ DELIVERY = 10.0
 
 class RayHost:
     """Made with the id of the job alone: Ray keeps a constructor's arguments."""
+
+    node_class: type[NodeActor] = LauncherActor
 
     def __init__(self, job_uid: str) -> None:
         import ray
@@ -183,7 +186,7 @@ class RayHost:
             on_line=self._bulletin.line,
             on_fatal=self._on_fatal,
             on_fenced=self._vanish,
-            actor_class=LauncherActor,
+            actor_class=self.node_class,
         )
         self._host = host = NodeHost(config, starter, on_change=self._bulletin.change)
         self._bulletin.hold, self._bulletin.release = host.hold_output, host.release_output
@@ -338,16 +341,16 @@ def _wall_clock() -> float:
     return time.time()
 
 
-def start_host(ray: Any, plan: RayJobPlan, secrets: JobSecrets, *, namespace: str) -> Any:
-    """The actor, told to begin. It goes to the head's machine unless the user chose another: the cluster ends with that one anyway."""
+def make_host(ray: Any, plan: RayJobPlan, *, namespace: str, host_class: type[RayHost] = RayHost) -> Any:
+    """The actor, which waits for `begin`. It goes to the head's machine unless the user chose another: the cluster ends with that one anyway."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     machine = plan.host_machine or next(
         (node["NodeID"] for node in ray.nodes() if node["Alive"] and _is_head(node)), ""
     )
     strategy: Any = NodeAffinitySchedulingStrategy(machine, soft=True) if machine else "DEFAULT"
-    actor = (
-        ray.remote(RayHost)
+    return (
+        ray.remote(host_class)
         .options(
             name="host",
             namespace=namespace,
@@ -359,6 +362,11 @@ def start_host(ray: Any, plan: RayJobPlan, secrets: JobSecrets, *, namespace: st
         )
         .remote(plan.job_uid)
     )
+
+
+def start_host(ray: Any, plan: RayJobPlan, secrets: JobSecrets, *, namespace: str) -> Any:
+    """The actor, told to begin."""
+    actor = make_host(ray, plan, namespace=namespace)
     ray.get(actor.begin.remote(pack(secrets)))
     return actor
 

@@ -69,6 +69,10 @@ class RayNodes(Struct, frozen=True, kw_only=True):
     placement: Placement = Placement.SPREAD
     runtime_env: dict[str, object] = {}
     orphan_grace: float = 3.0
+    placement_group: str = ""
+    """Name of the group that holds room for the first nodes of this job: it is a role of a job with several."""
+    bundles: tuple[int, ...] = ()
+    """Of the group, by rank of the node. Nodes beyond it are placed as others."""
 
 
 class RayNode:
@@ -389,6 +393,8 @@ class RayStarter:
         )
 
     async def choose(self, node: RayNode) -> MachineChoice:
+        if self._bundle_of(node.intent) is not None:
+            return MachineChoice("", f"Waits for the room that {self._nodes.placement_group} holds for it.")
         machines = await asyncio.to_thread(cluster.machines)
         demand = demand_of(node.intent.resource, self._nodes.resources)
         others = [each for each in self._living.values() if each is not node and each.machine]
@@ -418,12 +424,16 @@ class RayStarter:
 
     def create(self, intent: LaunchNode, choice: MachineChoice) -> Any:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
         demand = demand_of(intent.resource, self._nodes.resources)
         strategy: Any = "SPREAD" if self._nodes.placement is not Placement.PACK else "DEFAULT"
         if choice.machine:
             strategy = NodeAffinitySchedulingStrategy(choice.machine, soft=choice.may_queue)
+        bundle = self._bundle_of(intent)
+        if bundle is not None:
+            group = ray.util.get_placement_group(self._nodes.placement_group)
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         others = {name: amount for name, amount in demand.items() if name not in (CPU, GPU, MEMORY)}
         options: dict[str, Any] = {
             "name": f"{NODE_PREFIX}{intent.id}",
@@ -440,6 +450,10 @@ class RayStarter:
         if self._nodes.runtime_env:
             options["runtime_env"] = self._nodes.runtime_env
         return ray.remote(self._actor_class).options(**options).remote()
+
+    def _bundle_of(self, intent: LaunchNode) -> int | None:
+        """None: it is placed by its own resources."""
+        return self._nodes.bundles[intent.rank] if intent.rank < len(self._nodes.bundles) else None
 
     def kill_actor(self, actor: Any) -> None:
         import ray

@@ -35,6 +35,8 @@ class Registered(Struct, frozen=True, kw_only=True):
     user: str = ""
     submitted_at: float = 0.0
     """Seconds since 1970, by the clock of the driver's machine: for people."""
+    actor: str = "host"
+    """The one that drivers talk to. A job of several roles has a conductor."""
 
 
 class JobResult(Struct, frozen=True, kw_only=True):

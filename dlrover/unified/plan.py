@@ -1,0 +1,72 @@
+"""
+A multi-role job as the cluster's store keeps it: what the core decides about, and what its instances are made of.
+
+The variables of roles are part of it, so they are no place for secrets.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from dlrover.cli.ray.messages import RayJobPlan
+from dlrover.unified.core.spec import EnsembleSpec
+from dlrover.unified.entry import EntryPoint
+from dlrover.unified.layout import Layout
+
+
+class RoleKind(enum.StrEnum):
+    SIMPLE = "simple"
+    """Each instance is one actor, which runs the entry point in a thread."""
+    ELASTIC = "elastic"
+    """One elastic job with a master of its own; its ranks are forked below node actors."""
+    STREAM = "stream"
+    """One actor that hands items from one role to another."""
+
+
+class ProcessGroup(Struct, frozen=True, kw_only=True):
+    """Of a role whose instances train together in actors."""
+
+    is_set_up: bool = True
+    """False: only the variables that torch needs are set."""
+    backend: str = "auto"
+    timeout: int = 0
+    """Seconds; 0: torch's own."""
+
+
+class RolePlan(Struct, frozen=True, kw_only=True):
+    kind: RoleKind
+    entry: EntryPoint | None = None
+    """Of a simple role."""
+    num_ranks: int = 1
+    """That calls can reach."""
+    local_world_size: int = 1
+    """Ranks of one group instance."""
+    environ: dict[str, str] = {}
+    job: RayJobPlan | None = None
+    """Of an elastic role."""
+    batch: int = 0
+    """Of a stream: keys of one step."""
+    lease: float = 0.0
+    """Of a stream: seconds that a feeder has for one key."""
+    process_group: ProcessGroup | None = None
+    is_named_as_of_old: bool = False
+    """The instances see the variables of the historical interface."""
+
+
+class EnsemblePlan(Struct, frozen=True, kw_only=True):
+    job_uid: str
+    spec: EnsembleSpec
+    roles: dict[str, RolePlan]
+    layout: Layout
+    config: bytes = b""
+    """The user's object, as the user pickled it. Opened by the instances alone."""
+    environ: dict[str, str] = {}
+    runtime_env: dict[str, Any] = {}
+
+
+PLAN = msgspec.msgpack.Decoder(EnsemblePlan)
+pack = msgspec.msgpack.encode

@@ -1,0 +1,311 @@
+"""
+Multi-role jobs as users write them: roles that need each other, and an ensemble that starts, watches and recovers them.
+
+    job = Ensemble("grpo", roles=[
+        Role.elastic("policy", "train.py", nodes=1, nproc=2, cpus=2),
+        Role.simple("rollout", "grpo.rollout.Rollout", count=2, cpus=1, needs=["policy"]),
+    ], streams=[Role.stream("samples", batch=16)]).submit()
+    job.wait()
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, structs
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec, check_spec
+from dlrover.unified.entry import EntryKind, check_entry, read_entry
+from dlrover.unified.layout import CPU, GPU, MEMORY, Layout, Placed, Spread, lay_out
+from dlrover.unified.plan import EnsemblePlan, ProcessGroup, RoleKind, RolePlan
+
+if TYPE_CHECKING:
+    from dlrover.unified.shell.driver import EnsembleHandle
+
+
+class Role(Struct, frozen=True, kw_only=True):
+    """Made by `simple`, `elastic` or `stream`."""
+
+    name: str
+    kind: RoleKind
+    entry: str
+    count: int = 1
+    """Instances; of an elastic role: nodes that have a bundle of their own."""
+    max_nodes: int = 1
+    nproc: int = 1
+    demand: Mapping[str, float]
+    memory_mb: int = 0
+    needs: tuple[str, ...] = ()
+    is_driver: bool = True
+    on_failure: OnFailure = OnFailure.JOB
+    max_restarts: int = 3
+    env: Mapping[str, str] = {}
+    per_group: int = 1
+    options: tuple[str, ...] = ()
+    """Of `dlrover-run`, for an elastic role."""
+    standby: int = 0
+    batch: int = 0
+    lease: float = 0.0
+    process_group: ProcessGroup | None = None
+    is_named_as_of_old: bool = False
+
+    def of_old(self) -> Role:
+        """Its instances also find the variables and names of the historical interface."""
+        return structs.replace(self, is_named_as_of_old=True)
+
+    @classmethod
+    def simple(
+        cls,
+        name: str,
+        entry: str,
+        *,
+        count: int = 1,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        memory_mb: int = 0,
+        resources: Mapping[str, float] | None = None,
+        needs: Sequence[str] = (),
+        driver: bool = False,
+        on_failure: str | OnFailure = "",
+        max_restarts: int = 3,
+        env: Mapping[str, str] | None = None,
+        per_group: int = 1,
+        process_group: ProcessGroup | None = None,
+    ) -> Role:
+        """`count` actors that each run the entry point and serve its `@rpc` methods. `driver`: the job waits for them."""
+        return cls(
+            name=name,
+            kind=RoleKind.SIMPLE,
+            entry=entry,
+            count=count,
+            demand=_demand(cpus, gpus, memory_mb, resources or {}),
+            needs=tuple(needs),
+            is_driver=driver,
+            on_failure=_on_failure(name, on_failure or (OnFailure.JOB if driver else OnFailure.INSTANCE)),
+            max_restarts=max_restarts,
+            env=dict(env or {}),
+            per_group=per_group,
+            process_group=process_group,
+        )
+
+    @classmethod
+    def elastic(
+        cls,
+        name: str,
+        entry: str,
+        *,
+        nodes: int | tuple[int, int] = 1,
+        nproc: int = 1,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        memory_mb: int = 0,
+        resources: Mapping[str, float] | None = None,
+        standby: int = 0,
+        needs: Sequence[str] = (),
+        driver: bool = True,
+        on_failure: str | OnFailure = OnFailure.SELF,
+        max_restarts: int = 3,
+        env: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+    ) -> Role:
+        """An elastic job: `nproc` workers on each node, with all that `dlrover-run` does. `cpus` and the others: of one node."""
+        least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
+        if not 1 <= least <= most:
+            raise ConfigError(
+                f"Role {name}: nodes must be a number of 1 or more, or (min, max) with min <= max (got {nodes})."
+            )
+        return cls(
+            name=name,
+            kind=RoleKind.ELASTIC,
+            entry=entry,
+            count=least,
+            max_nodes=most,
+            nproc=nproc,
+            demand=_demand(cpus, gpus, memory_mb, resources or {}),
+            memory_mb=memory_mb,
+            needs=tuple(needs),
+            is_driver=driver,
+            on_failure=_on_failure(name, on_failure),
+            max_restarts=max_restarts,
+            env=dict(env or {}),
+            options=tuple(options),
+            standby=standby,
+        )
+
+    @classmethod
+    def stream(cls, name: str, *, batch: int, lease: float = 30.0, max_restarts: int = 100) -> Role:
+        """Hands items from feeders to trainers, `batch` keys for each step. It may be lost: what it held is made again."""
+        if batch < 1 or not lease > 0:
+            raise ConfigError(
+                f"Stream {name}: batch must be at least 1 (got {batch}) and lease above 0 s (got {lease:g})."
+            )
+        return cls(
+            name=name,
+            kind=RoleKind.STREAM,
+            entry="",
+            demand={},
+            is_driver=False,
+            on_failure=OnFailure.INSTANCE,
+            max_restarts=max_restarts,
+            batch=batch,
+            lease=lease,
+        )
+
+
+class Ensemble:
+    """A multi-role job. `build` checks it whole; `submit` starts it on a Ray cluster."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        roles: Sequence[Role],
+        together: Sequence[Sequence[str]] = (),
+        config: object = None,
+        env: Mapping[str, str] | None = None,
+        working_dir: str = "",
+        spread: str | Spread = Spread.PACK,
+        max_job_restarts: int = 3,
+        placement_timeout: float = 600.0,
+        stop_grace: float = 10.0,
+    ) -> None:
+        """`config`: any object that can be pickled; instances find it in `current().config`."""
+        self.name = name
+        self.roles = tuple(roles)
+        self._together = together
+        self._config = config
+        self._env = dict(env or {})
+        self._working_dir = os.path.abspath(working_dir) if working_dir else ""
+        self._spread = spread
+        self._limits = (max_job_restarts, placement_timeout, stop_grace)
+
+    def build(self, job_uid: str = "") -> EnsemblePlan:
+        """Raises `ConfigError` with all that can be known before a cluster is asked."""
+        from dlrover.cli.launch.discovery import new_launch
+
+        if not self.name or not all(letter.isalnum() or letter in "-_." for letter in self.name):
+            raise ConfigError(f"Job name {self.name!r}: use letters, digits, dots, dashes and underscores.")
+        if self._working_dir and not os.path.isdir(self._working_dir):
+            raise ConfigError(f"working_dir {self._working_dir}: there is no such directory.")
+        max_job_restarts, placement_timeout, stop_grace = self._limits
+        spec = check_spec(
+            EnsembleSpec(
+                name=self.name,
+                roles=tuple(_spec_of(role) for role in self.roles),
+                max_job_restarts=max_job_restarts,
+                placement_timeout=placement_timeout,
+                stop_grace=stop_grace,
+            )
+        )
+        uid = job_uid or new_launch()
+        return EnsemblePlan(
+            job_uid=uid,
+            spec=spec,
+            roles={role.name: self._plan_of(role, uid) for role in self.roles},
+            layout=self.layout(),
+            config=pickle.dumps(self._config),
+            environ=self._env,
+        )
+
+    def layout(self) -> Layout:
+        """Raises `ConfigError`."""
+        try:
+            spread = Spread(self._spread)
+        except ValueError as error:
+            raise ConfigError(f"spread {self._spread!r}: give one of {', '.join(Spread)}.") from error
+        placed = [
+            Placed(name=role.name, count=role.count, demand=role.demand, per_group=role.per_group)
+            for role in self.roles
+        ]
+        return lay_out(placed, self._together, spread=spread)
+
+    def submit(self, address: str = "auto") -> EnsembleHandle:
+        """Raises `ConfigError`; then nothing of the job is left. A connection to Ray that is there is used."""
+        from dlrover.unified.shell.driver import submit_plan
+
+        return submit_plan(self.build(), address=address, working_dir=self._working_dir)
+
+    def _plan_of(self, role: Role, job_uid: str) -> RolePlan:
+        if role.kind is RoleKind.STREAM:
+            return RolePlan(kind=role.kind, batch=role.batch, lease=role.lease)
+        entry = read_entry(role.entry)
+        if role.kind is RoleKind.SIMPLE:
+            check_entry(entry, role.name, working_dir=self._working_dir)
+            return RolePlan(
+                kind=role.kind,
+                entry=entry,
+                num_ranks=role.count,
+                local_world_size=role.per_group,
+                environ=dict(role.env),
+                process_group=role.process_group,
+                is_named_as_of_old=role.is_named_as_of_old,
+            )
+        if entry.kind is not EntryKind.COMMAND:
+            check_entry(entry, role.name, working_dir=self._working_dir)
+        return RolePlan(
+            kind=role.kind,
+            num_ranks=role.max_nodes * role.nproc,
+            local_world_size=role.nproc,
+            environ=dict(role.env),
+            job=_elastic_plan(role, self.name, self._working_dir),
+            is_named_as_of_old=role.is_named_as_of_old,
+        )
+
+
+def _elastic_plan(role: Role, job_name: str, working_dir: str) -> Any:
+    from dlrover.cli.ray.plan import read_run
+
+    extra = {name: amount for name, amount in role.demand.items() if name not in (CPU, GPU, MEMORY)}
+    entry = read_entry(role.entry)
+    if entry.kind is EntryKind.COMMAND:
+        command = entry.words
+    else:
+        command = ["-m", "dlrover.unified.runtime.forked_entry", entry.text]
+    argv = [
+        f"--nodes={role.count}:{role.max_nodes}",
+        f"--cpus={role.demand.get(CPU, 0.0)}",
+        f"--gpus={int(role.demand.get(GPU, 0.0))}",
+        f"--memory={role.memory_mb}",
+        f"--standby={role.standby}",
+        f"--job-name={job_name}.{role.name}",
+        *(f"--resource={name}={amount}" for name, amount in extra.items()),
+        *([f"--working-dir={working_dir}"] if working_dir else []),
+        "--",
+        f"--nproc-per-node={role.nproc}",
+        *role.options,
+        *command,
+    ]
+    try:
+        return read_run(argv, os.environ).plan
+    except ConfigError as error:
+        raise ConfigError(f"Role {role.name}: {error}") from error
+
+
+def _spec_of(role: Role) -> RoleSpec:
+    return RoleSpec(
+        name=role.name,
+        count=1 if role.kind is RoleKind.ELASTIC else role.count,
+        needs=role.needs,
+        is_driver=role.is_driver,
+        on_failure=role.on_failure,
+        max_restarts=role.max_restarts,
+    )
+
+
+def _demand(cpus: float, gpus: float, memory_mb: int, resources: Mapping[str, float]) -> dict[str, float]:
+    demand = {CPU: float(cpus), GPU: float(gpus), MEMORY: float(memory_mb * 2**20), **resources}
+    for name, amount in demand.items():
+        if not 0 <= amount < float("inf"):
+            raise ConfigError(f"{name} must be 0 or more (got {amount}).")
+    return {name: amount for name, amount in demand.items() if amount}
+
+
+def _on_failure(name: str, text: str | OnFailure) -> OnFailure:
+    try:
+        return OnFailure(text)
+    except ValueError as error:
+        raise ConfigError(f"Role {name}: on_failure {text!r}: give one of {', '.join(OnFailure)}.") from error

@@ -1,0 +1,209 @@
+"""
+The example as a whole: a Ray of four machines on this one, a trainer, two rollouts, a reward and a stream, and faults at given steps.
+
+    python -m examples.grpo.run --dir run-1
+    python -m examples.grpo.run --dir run-2 --kill worker:8 rollout:14 reward:20 stream:26 conductor:32 host:38 machine:44
+    python -m examples.grpo.compare run-1 run-2
+
+`worker` is a process of the trainer, `machine` a whole raylet with all that runs on it. All are killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+os.environ["PYTHONPATH"] = str(REPOSITORY)  # for the raylets, and so for the roles
+
+from dlrover.unified import Ensemble, EnsembleHandle, Role  # noqa: E402
+from tests.ray.jobs import raylet_above  # noqa: E402
+from tests.ray.lab import RECOMMENDED, RayLab, until  # noqa: E402
+
+NUM_STEPS = 60
+FAULTS = ("worker", "rollout", "reward", "stream", "conductor", "host", "machine")
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    what: str
+    step: int
+    """The newest step when it was killed."""
+    seconds: float
+    """From the kill until what was killed is there again, as the job tells it; of the conductor: until it answers."""
+    changed: list[str]
+    """What is another process than before."""
+
+
+def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ensemble:
+    return Ensemble(
+        "grpo",
+        roles=[
+            Role.elastic(
+                "policy",
+                f"{REPOSITORY}/examples/grpo/policy.py --steps {num_steps} --dir {folder}",
+                nproc=2,
+                cpus=0.5,
+                env={"PYTHONPATH": str(REPOSITORY)},
+                options=["--max-restarts=20"],
+            ),
+            Role.simple(
+                "rollout", "examples.grpo.rollout.Rollout", count=2, cpus=0.5, needs=["reward"], max_restarts=20
+            ),
+            Role.simple("reward", "examples.grpo.reward.Reward", cpus=0.5, max_restarts=20),
+            Role.stream("samples", batch=16),
+        ],
+        config={"stale": stale},
+        working_dir="",
+    )
+
+
+class GrpoRun:
+    """One run of it on a lab, with faults."""
+
+    def __init__(self, lab: RayLab, folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.job: EnsembleHandle = ensemble(folder, num_steps=num_steps, stale=stale).submit()
+        self.faults: list[Fault] = []
+
+    def step(self) -> int:
+        return max((each["step"] for each in self._events()), default=0)
+
+    def await_step(self, step: int) -> None:
+        until(lambda: self.step() >= step, self.explain, deadline=300.0)
+
+    def pids(self) -> dict[str, int]:
+        """By instance; its workers are `worker-0` and `worker-1`."""
+        account = self.job.account()
+        found = {name.rpartition(".")[0] or f"{name}-host": pid for name, pid in account.pids.items()}
+        for event in self._events():
+            found[f"worker-{event['rank']}"] = event["pid"]
+        return {**found, "conductor": account.pid}
+
+    def kill(self, what: str) -> Fault:
+        before = self.pids()
+        step, began = self.step(), time.monotonic()
+        name = {
+            "worker": "worker-1",
+            "rollout": "rollout-1",
+            "reward": "reward-0",
+            "stream": "samples-0",
+            "host": "policy-host",
+        }.get(what, what)
+        if what == "machine":
+            [machine] = [
+                each for each in self.lab.machines if self.lab.raylet(each) == raylet_above(before["rollout-0"])
+            ]
+            lost = {each for each, pid in before.items() if _raylet(pid) == self.lab.raylet(machine)}
+            self.lab.remove_machine(machine)
+        else:
+            lost = {"worker-0", "worker-1"} if what == "worker" else {name}
+            os.kill(before[name], signal.SIGKILL)
+        seconds = self._await_back(before, lost, began)
+        after = self.pids()
+        changed = sorted(each for each, pid in before.items() if after.get(each) != pid)
+        fault = Fault(what=what, step=step, seconds=seconds, changed=changed)
+        self.faults.append(fault)
+        return fault
+
+    def wait(self) -> int:
+        return self.job.wait(300)
+
+    def record(self) -> list[dict[str, object]]:
+        return list(json.loads((self.folder / "record.json").read_text()))
+
+    @property
+    def report(self) -> str:
+        """After the end: why it failed."""
+        return self.job.report
+
+    def explain(self) -> str:
+        with contextlib.suppress(Exception):
+            return f"at step {self.step()}: {self.job.status()}\n" + "\n".join(self.job.logs())
+        return f"at step {self.step()}"
+
+    def _await_back(self, before: dict[str, int], lost: set[str], began: float) -> float:
+        def are_back() -> bool:
+            with contextlib.suppress(Exception):  # the conductor may be away
+                now = self.pids()
+                return all(now.get(each, before[each]) != before[each] for each in lost)
+            return False
+
+        until(are_back, self.explain, deadline=180.0)
+        return time.monotonic() - began
+
+    def _events(self) -> list[dict[str, int]]:
+        found = []
+        for path in self.folder.glob("events-*.jsonl"):
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # it is being written
+                    found.append(json.loads(line))
+        return sorted(found, key=lambda event: event["at"])
+
+
+def _raylet(pid: int) -> int:
+    with contextlib.suppress(Exception):
+        return raylet_above(pid)
+    return 0
+
+
+@contextlib.contextmanager
+def new_lab(*, num_machines: int = 4) -> Iterator[RayLab]:
+    directory = tempfile.mkdtemp(prefix="dr-", dir="/tmp")
+    lab = RayLab(directory, settings=RECOMMENDED)
+    try:
+        for _ in range(num_machines):
+            lab.add_machine(num_cpus=1)
+        yield lab
+    finally:
+        lab.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run(lab: RayLab, folder: Path, kills: Sequence[tuple[str, int]], *, num_steps: int = NUM_STEPS) -> GrpoRun:
+    """Until its end. Raises `AssertionError` if it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    grpo = GrpoRun(lab, folder, num_steps=num_steps)
+    for what, step in sorted(kills, key=lambda kill: kill[1]):
+        grpo.await_step(step)
+        fault = grpo.kill(what)
+        print(
+            f"  step {fault.step:2}: {what} killed, back after {fault.seconds:.1f} s; other processes: {', '.join(fault.changed)}"
+        )
+    code = grpo.wait()
+    assert code == 0, f"exit code {code}: {grpo.job.report}"
+    return grpo
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, required=True, help="for the record of the run")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument(
+        "--kill", nargs="*", default=[], metavar="WHAT:STEP", help=f"WHAT is one of {', '.join(FAULTS)}"
+    )
+    options = parser.parse_args()
+    kills = [(text.partition(":")[0], int(text.partition(":")[2])) for text in options.kill]
+    if unknown := [what for what, _ in kills if what not in FAULTS]:
+        parser.error(f"--kill {unknown[0]}: give one of {', '.join(FAULTS)}")
+    with new_lab() as lab:
+        grpo = run(lab, options.dir.resolve(), kills, num_steps=options.steps)
+        for line in grpo.record():
+            print(line["step"], line["loss"], f"{line['reward']:.3f}", line["keys"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

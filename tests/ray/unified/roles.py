@@ -1,0 +1,106 @@
+"""Entry points of the roles in these tests. Each test tells them what to do by the configuration of its job."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from dlrover.unified import Stream, current, group, rpc
+
+
+def folder() -> Path:
+    return Path(current().config["folder"])
+
+
+def note(text: str) -> None:
+    """One line more in the file of this process."""
+    with (folder() / f"{current().name}-{os.getpid()}").open("a") as file:
+        file.write(text + "\n")
+
+
+class Server:
+    def __init__(self) -> None:
+        note(f"made {current().incarnation}")
+        self.hang = threading.Event()
+
+    @rpc(retry=True)
+    def add(self, left: int, right: int) -> tuple[int, int, int]:
+        return left + right, os.getpid(), current().incarnation
+
+    @rpc()
+    def once(self, mark: str) -> str:
+        note(f"once {mark}")
+        return mark
+
+    @rpc()
+    def die(self) -> None:
+        os._exit(9)
+
+    @rpc()
+    def wait(self) -> None:
+        note("waits")
+        self.hang.wait(60)
+
+    @rpc()
+    def fail(self) -> None:
+        raise ValueError("no such answer")
+
+    @rpc()
+    def double(self, numbers: list[int]) -> list[int]:
+        return [2 * number for number in numbers]
+
+    @rpc()
+    def size(self, payload: Any) -> int:
+        return len(payload)
+
+
+class Driver:
+    """Runs until its file `stop` is there; calls the servers meanwhile, if there are any."""
+
+    @rpc()
+    def relay(self, role: str, rank: int, method: str, args: tuple[Any, ...]) -> Any:
+        """Call another role, and tell what came of it."""
+        try:
+            return "ok", group(role)[rank].call(method, *args).result(120)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    @rpc()
+    def batch(self, role: str, size: int) -> list[int]:
+        return group(role).call_batch("double", size, list(range(size))).wait(60)
+
+    @rpc()
+    def all(self, role: str) -> list[Any]:
+        answers: list[Any] = group(role).call("add", 1, 2).result(60)
+        return answers
+
+    def run(self) -> None:
+        note("runs")
+        while not (folder() / "stop").exists() and not current().ending.is_set():
+            time.sleep(0.02)
+
+
+class Feeder:
+    def run(self) -> None:
+        for task in Stream("samples").tasks():
+            note(f"{task.key}")
+            task.put((task.key, task.key * task.key))
+
+
+class Consumer:
+    def run(self) -> None:
+        stream = Stream("samples")
+        for step in range(current().config["steps"]):
+            batch = stream.get(step)
+            note(" ".join(f"{key}:{item[1]}" for key, item in batch))
+
+
+def fails() -> None:
+    raise ValueError("a user's mistake")
+
+
+def ends() -> None:
+    note("ends")

@@ -1,0 +1,112 @@
+"""What is checked when a multi-role job is built: entry points, needs, layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover.protocol.errors import ConfigError
+from dlrover.unified import Ensemble, Role
+from dlrover.unified.layout import Placed, Spread, check_room, lay_out
+from dlrover.unified.plan import PLAN, RoleKind, pack
+
+ENTRY = "tests.unified.test_surface.Thing"
+
+
+class Thing:
+    def run(self) -> None:
+        """It is only looked up here."""
+
+
+def simple(name: str, **more: Any) -> Role:
+    return Role.simple(name, more.pop("entry", ENTRY), **{"driver": True, **more})
+
+
+def test_a_job_becomes_a_plan_that_survives_its_encoding(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("print()")
+    job = Ensemble(
+        "job",
+        roles=[
+            Role.elastic("policy", f"{script} --lr 1", nodes=(1, 2), nproc=2, cpus=2, memory_mb=10),
+            simple("rollout", count=2, per_group=2, needs=["policy"]),
+            Role.stream("samples", batch=4),
+        ],
+        config={"lr": 1},
+    )
+    plan = job.build("uid")
+    assert PLAN.decode(pack(plan)) == plan
+    assert {name: (role.kind, role.num_ranks) for name, role in plan.roles.items()} == {
+        "policy": (RoleKind.ELASTIC, 4),
+        "rollout": (RoleKind.SIMPLE, 2),
+        "samples": (RoleKind.STREAM, 1),
+    }
+    assert plan.layout.bundles == ({"CPU": 2.0, "memory": 10.0 * 2**20}, {"CPU": 2.0})
+    assert plan.layout.places == {"policy": (0,), "rollout": (1, 1)}
+    assert plan.roles["policy"].job is not None
+    assert plan.roles["policy"].job.job_name == "job.policy"
+
+
+def test_roles_that_are_together_share_their_bundles():
+    layout = Ensemble(
+        "job",
+        roles=[simple("a", count=2), simple("b", count=4, per_group=2, cpus=0.5), simple("c")],
+        together=[["a", "b"]],
+    ).layout()
+    assert layout.bundles == ({"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0})
+    assert layout.places == {"a": (0, 1), "b": (0, 0, 1, 1), "c": (2,)}
+    assert layout.members[0] == "a-0, b-0 and b-1"
+
+
+@pytest.mark.parametrize(
+    ("roles", "more", "why"),
+    [
+        ([], {}, "has no role"),
+        ([simple("a", needs=["b"]), simple("b", needs=["a"])], {}, "in a circle: a -> b -> a"),
+        ([simple("a", needs=["x"])], {}, "needs x, which is not defined"),
+        ([simple("a"), simple("a")], {}, "defined 2 times"),
+        ([simple("a", entry="main")], {}, "give a dotted name"),
+        ([simple("a", entry="no.such.Thing")], {}, "module no.such of entry point no.such.Thing cannot be found"),
+        ([simple("a", entry=f"{__name__}.Absent")], {}, "defines no Absent"),
+        ([simple("a", entry="absent.py --x")], {}, "absent.py does not exist"),
+        ([simple("a", count=3, per_group=2)], {}, "cannot be divided into groups of 2"),
+        ([simple("a", driver=False)], {}, "is a driver, so it would never end"),
+        ([simple("a"), simple("b", count=2)], {"together": [["a", "b"]]}, "equally many groups: a has 1, b has 2"),
+        ([simple("a")], {"together": [["a", "z"]]}, "z, which is not defined"),
+        ([simple("a"), simple("b")], {"together": [["a"], ["a", "b"]]}, "together with others twice"),
+        ([simple("a")], {"spread": "WIDE"}, "spread 'WIDE'"),
+        ([simple("a")], {"working_dir": "/no/such/dir"}, "no such directory"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(roles: list[Role], more: dict[str, Any], why: str):
+    with pytest.raises(ConfigError, match=why):
+        Ensemble("job", roles=roles, **more).build()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: simple("a", on_failure="never"), "on_failure 'never'"),
+        (lambda: simple("a", cpus=-1), "CPU must be 0 or more"),
+        (lambda: Role.elastic("a", "x.py", nodes=(3, 2)), "min <= max"),
+        (lambda: Role.stream("a", batch=0), "batch must be at least 1"),
+    ],
+)
+def test_mistakes_of_one_role_are_told_at_once(make: Any, why: str):
+    with pytest.raises(ConfigError, match=why):
+        make()
+
+
+def test_a_layout_that_cannot_be_placed_names_what_is_too_large():
+    machines = [{"CPU": 4.0}, {"CPU": 2.0, "GPU": 1.0}]
+    check_room(lay_out([Placed(name="a", count=3, demand={"CPU": 2.0})], []), machines)
+    layout = lay_out([Placed(name="b", count=2, demand={"CPU": 5.0})], [])
+    with pytest.raises(ConfigError, match="large enough for b-0: it asks for 5 CPU"):
+        check_room(layout, machines)
+    with pytest.raises(ConfigError, match="asks for 8 CPU in all, and this cluster has 6 CPU"):
+        check_room(lay_out([Placed(name="a", count=4, demand={"CPU": 2.0})], []), machines)
+    with pytest.raises(ConfigError, match="STRICT_SPREAD needs a machine for each of 3 bundles"):
+        check_room(lay_out([Placed(name="a", count=3, demand={"CPU": 1.0})], [], spread=Spread.STRICT_SPREAD), machines)
+
