@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from dlrover.operator.actions import ObjectKind
 from dlrover.operator.observations import JobObjects
-from dlrover.operator.owned import ALLOWED_ACCOUNT, kind_of, owned_objects
+from dlrover.operator.owned import ALLOWED_ACCOUNT, GROUP_KINDS, kind_of, owned_objects
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.api import (
     CLAIMS,
@@ -34,6 +34,7 @@ from dlrover.platforms.kubernetes.api import (
     ClusterApi,
 )
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob
+from dlrover.platforms.kubernetes.gangs import groups_of
 from dlrover.platforms.kubernetes.informer import Informer, InformerTiming, ObjectDeleted, ObjectsListed
 from dlrover.platforms.kubernetes.objects import ClusterNode, Metadata, Pod, Stub
 
@@ -49,7 +50,10 @@ RESOURCES: dict[ObjectKind, ApiResource] = {
     ObjectKind.CLAIM: CLAIMS,
     ObjectKind.DISRUPTION_BUDGET: DISRUPTION_BUDGETS,
     ObjectKind.NETWORK_POLICY: NETWORK_POLICIES,
+    **{kind: groups_of(scheduler) for scheduler, kind in GROUP_KINDS.items()},
 }
+OPTIONAL = frozenset(GROUP_KINDS.values())
+"""Kinds that a cluster need not have."""
 JobKey = tuple[str, str]
 """Namespace and name."""
 Seen = ElasticJob | Pod | Stub
@@ -68,9 +72,18 @@ _SELECTORS = {
 
 class ClusterView:
     def __init__(
-        self, api: ClusterApi, *, namespace: str | None, sees_machines: bool, timing: InformerTiming | None = None
+        self,
+        api: ClusterApi,
+        *,
+        namespace: str | None,
+        sees_machines: bool,
+        absent: frozenset[ObjectKind] = OPTIONAL,
+        timing: InformerTiming | None = None,
     ) -> None:
-        """`namespace` None: of all namespaces. `sees_machines` False: the operator has no right to list nodes."""
+        """
+        `namespace` None: of all namespaces. `sees_machines` False: the operator has no right to list nodes. `absent`: kinds
+        that this cluster has not.
+        """
         options: dict[str, Any] = {"namespace": namespace} | ({"timing": timing} if timing else {})
         self._namespace = namespace
         self.jobs = Informer(api, ELASTIC_JOBS, ElasticJob, **options)
@@ -78,7 +91,7 @@ class ClusterView:
         self.others: dict[ObjectKind, Informer[Stub]] = {
             kind: Informer(api, resource, Stub, labels=_SELECTORS.get(kind, _OURS), **options)
             for kind, resource in RESOURCES.items()
-            if kind not in (ObjectKind.ELASTIC_JOB, ObjectKind.POD)
+            if kind not in (ObjectKind.ELASTIC_JOB, ObjectKind.POD, *absent)
         }
         self.machines: Informer[ClusterNode] | None = None
         if sees_machines:
@@ -89,6 +102,8 @@ class ClusterView:
         """Uids of objects that the API server says are gone, while the informer still shows them."""
         self._missing_since: dict[str, float] = {}
         """Machines that pods name and that do not exist, and since when we know."""
+        self._cordoned: set[tuple[str, str]] = set()
+        """Machine and job's uid of marks that the informer does not show yet."""
 
     @property
     def informers(self) -> tuple[Informer[Any], ...]:
@@ -119,13 +134,17 @@ class ClusterView:
         others: dict[tuple[ObjectKind, str], Metadata] = {}
         for wanted in owned_objects(job):
             kind, key = kind_of(wanted), self._key(namespace, wanted.name)
+            if kind not in self.others:
+                continue  # a job that asks for it is not valid
             if found := self._newest(kind, key, self.others[kind].cache.get(key)):
                 others[kind, wanted.name] = found.metadata
         pods = tuple(self._pods_of(job))
+        machines = {pod.spec.node_name for pod in pods if pod.spec.node_name}
         return JobObjects(
             pods=pods,
             others=others,
-            not_ready=dict(self._not_ready({pod.spec.node_name for pod in pods if pod.spec.node_name}, now)),
+            not_ready=dict(self._not_ready(machines, now)),
+            uncordoned=frozenset(self._uncordoned(machines, job.metadata.uid)),
             allowed_accounts=frozenset(
                 account.metadata.name
                 for account in self.others[ObjectKind.SERVICE_ACCOUNT].cache.values()
@@ -140,6 +159,17 @@ class ClusterView:
     def note_gone(self, uid: str) -> None:
         """The API server said that there is no object with this uid."""
         self._gone.add(uid)
+
+    def note_cordoned(self, machine: str, job_uid: str) -> None:
+        self._cordoned.add((machine, job_uid))
+
+    def _uncordoned(self, machines: set[str], job_uid: str) -> Iterator[str]:
+        for name in machines:
+            machine = self.machines.cache.get(name) if self.machines is not None else None
+            if machine is None or machine.metadata.annotations.get(names.CORDONED_FOR) == job_uid:
+                self._cordoned.discard((name, job_uid))
+            elif (name, job_uid) not in self._cordoned:
+                yield name
 
     def _drop(self, uid: str) -> None:
         self._gone.discard(uid)
