@@ -28,6 +28,7 @@ class ObjectKind(enum.StrEnum):
     CLAIM = "PersistentVolumeClaim"
     DISRUPTION_BUDGET = "PodDisruptionBudget"
     NETWORK_POLICY = "NetworkPolicy"
+    SCALE_PLAN = "ScalePlan"
     VOLCANO_GROUP = "PodGroup.scheduling.volcano.sh"
     COSCHEDULING_GROUP = "PodGroup.scheduling.x-k8s.io"
     """The two kinds of groups of gang schedulers: a cluster has one of them, or none."""
@@ -47,7 +48,7 @@ class CreateObject(Struct, frozen=True, kw_only=True):
 
 
 class AdjustObject(Struct, frozen=True, kw_only=True):
-    """Change an object that follows the job's numbers, with a merge patch."""
+    """Change an object with a merge patch: one that follows the job's numbers, or a plan that shall go with the job."""
 
     kind: ObjectKind
     name: str

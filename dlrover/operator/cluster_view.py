@@ -27,6 +27,7 @@ from dlrover.platforms.kubernetes.api import (
     NODES,
     PODS,
     ROLE_BINDINGS,
+    SCALE_PLANS,
     SECRETS,
     SERVICE_ACCOUNTS,
     SERVICES,
@@ -50,6 +51,7 @@ RESOURCES: dict[ObjectKind, ApiResource] = {
     ObjectKind.CLAIM: CLAIMS,
     ObjectKind.DISRUPTION_BUDGET: DISRUPTION_BUDGETS,
     ObjectKind.NETWORK_POLICY: NETWORK_POLICIES,
+    ObjectKind.SCALE_PLAN: SCALE_PLANS,
     **{kind: groups_of(scheduler) for scheduler, kind in GROUP_KINDS.items()},
 }
 OPTIONAL = frozenset(GROUP_KINDS.values())
@@ -67,6 +69,7 @@ _SELECTORS = {
     ObjectKind.ELASTIC_JOB: "",
     ObjectKind.POD: names.JOB_UID,
     ObjectKind.SERVICE_ACCOUNT: ALLOWED_ACCOUNT,
+    ObjectKind.SCALE_PLAN: names.SCALE_TYPE,
 }
 
 
@@ -144,6 +147,7 @@ class ClusterView:
             pods=pods,
             others=others,
             not_ready=dict(self._not_ready(machines, now)),
+            plans=tuple(self._orphans(job)),
             uncordoned=frozenset(self._uncordoned(machines, job.metadata.uid)),
             allowed_accounts=frozenset(
                 account.metadata.name
@@ -159,6 +163,14 @@ class ClusterView:
     def note_gone(self, uid: str) -> None:
         """The API server said that there is no object with this uid."""
         self._gone.add(uid)
+
+    def _orphans(self, job: ElasticJob) -> Iterator[Metadata]:
+        for key, cached in self.others[ObjectKind.SCALE_PLAN].cache.items():
+            metadata = cached.metadata
+            if metadata.namespace == job.metadata.namespace and _planned_job(metadata) == job.metadata.name:
+                newest = self._newest(ObjectKind.SCALE_PLAN, key, cached)
+                if newest is not None and not newest.metadata.owner_references:
+                    yield newest.metadata
 
     def note_cordoned(self, machine: str, job_uid: str) -> None:
         self._cordoned.add((machine, job_uid))
@@ -209,6 +221,8 @@ class ClusterView:
             return (_job_key(pod) for pod in on_it)
         if names.JOB_NAME in seen.metadata.labels:
             return (_job_key(seen),)
+        if names.OLD_JOB_NAME in seen.metadata.labels:
+            return ((seen.metadata.namespace, seen.metadata.labels[names.OLD_JOB_NAME]),)
         return (key for key in self.job_keys() if key[0] == seen.metadata.namespace)  # an account that a job may name
 
     def _not_ready(self, machines: set[str], now: float) -> Iterator[tuple[str, float]]:
@@ -229,6 +243,10 @@ class ClusterView:
 
 def _job_key(seen: Seen) -> JobKey:
     return seen.metadata.namespace, seen.metadata.labels.get(names.JOB_NAME, "")
+
+
+def _planned_job(plan: Metadata) -> str:
+    return plan.labels.get(names.JOB_NAME) or plan.labels.get(names.OLD_JOB_NAME, "")
 
 
 def _version(seen: Seen) -> int:

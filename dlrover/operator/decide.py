@@ -43,6 +43,7 @@ from dlrover.platforms.kubernetes.elastic_job import (
     CleanPodPolicy,
     ElasticJob,
     FaultyHosts,
+    JsonObject,
     MasterRecord,
     SuspendPolicy,
 )
@@ -79,7 +80,7 @@ def decide(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSett
     if not has_started and _is_without_master(job):
         if reason := job.metadata.annotations.get(names.STOP):
             return _written(job, seen, now, _stopped(job, now, reason))
-        return _written(job, seen, now, _suspended(job))
+        return _written(job, seen, now, _suspended(job), tuple(_adoptions(job, seen)))
     return _live(job, seen, now, settings, validity)
 
 
@@ -170,7 +171,7 @@ def _suspending(job: ElasticJob, seen: JobObjects, now: float) -> OperatorDecisi
     if not seen.pods:
         if stop := job.metadata.annotations.get(names.STOP):
             return _written(job, seen, now, _stopped(job, now, stop))
-        return _written(job, seen, now, _suspended(job, following(record, now)))
+        return _written(job, seen, now, _suspended(job, following(record, now)), tuple(_adoptions(job, seen)))
     has_able_master = any(is_ready(pod) and not pod.metadata.deletion_timestamp for pod in masters)
     if running and has_able_master and _can_release(job):
         sentence = f"{len(running)} pods save and leave."
@@ -220,7 +221,7 @@ def _live(
         sentence = f"The job ran for more than {deadline} s (spec.activeDeadlineSeconds)."
         return _written(job, seen, now, _end(job, succession, now, False, "DeadlineExceeded", sentence))
     missing, blockers = _missing(job, seen)
-    actions: list[Action] = [*succession.removals, *missing, *_cordons(job, seen)]
+    actions: list[Action] = [*succession.removals, *missing, *_cordons(job, seen), *_adoptions(job, seen)]
     if validity.check is not None:  # the job was edited
         actions.append(validity.check)
     wakes = [succession.wake_at, validity.check_at, ends_at]
@@ -249,6 +250,14 @@ def _missing(job: ElasticJob, seen: JobObjects) -> tuple[list[CreateObject | Cre
         elif (adjustment := adjustment_of(wanted, found)) is not None:
             missing.append(adjustment)
     return missing, blockers
+
+
+def _adoptions(job: ElasticJob, seen: JobObjects) -> Iterable[AdjustObject]:
+    """People's plans go with the job. The master adopts those that it carries out; others would be left for ever."""
+    for plan in seen.plans:
+        owner = names.owner_reference(job.metadata.name, job.metadata.uid)
+        patch: JsonObject = {"metadata": {"uid": plan.uid, "ownerReferences": [owner]}}
+        yield AdjustObject(kind=ObjectKind.SCALE_PLAN, name=plan.name, patch=patch)
 
 
 def _cordons(job: ElasticJob, seen: JobObjects) -> Iterable[CordonMachine]:
@@ -368,7 +377,8 @@ def _end(
 
 def _after_end(job: ElasticJob, seen: JobObjects, now: float) -> OperatorDecision:
     policy = job.spec.clean_pod_policy
-    removals: list[Action] = [
+    removals: list[Action] = list(_adoptions(job, seen))
+    removals += [
         DeleteObject(kind=ObjectKind.POD, name=pod.metadata.name, uid=pod.metadata.uid)
         for pod in seen.pods
         if pod.metadata.deletion_timestamp is None

@@ -42,6 +42,8 @@ class JobObjects(Struct, frozen=True, kw_only=True):
     """Machines that do not answer, and since when."""
     allowed_accounts: frozenset[str] = frozenset()
     """Service accounts of the namespace that a job may name for its master."""
+    plans: tuple[Metadata, ...] = ()
+    """Plans for this job that have no owner yet."""
     uncordoned: frozenset[str] = frozenset()
     """Machines with pods of this job that were never marked for it."""
     check: TemplateCheck | None = None
