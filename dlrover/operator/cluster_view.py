@@ -11,7 +11,7 @@ an answer that no informer confirms counts for some seconds only. After that the
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from dlrover.operator.actions import ObjectKind
@@ -73,6 +73,45 @@ _SELECTORS = {
 }
 
 
+class PodsByJob(dict[str, Pod]):
+    """The informer's copy of the pods. It finds those of one job without a look at all the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: dict[str, set[str]] = {}
+
+    def of(self, job_uid: str) -> set[str]:
+        """Their keys."""
+        return set(self._keys.get(job_uid, ()))
+
+    def __setitem__(self, key: str, pod: Pod) -> None:
+        self._forget(key)
+        super().__setitem__(key, pod)
+        self._keys.setdefault(pod.metadata.labels.get(names.JOB_UID, ""), set()).add(key)
+
+    def pop(self, key: str, default: Pod | None = None) -> Pod | None:  # type: ignore[override]
+        self._forget(key)
+        return super().pop(key, default)
+
+    def clear(self) -> None:
+        self._keys.clear()
+        super().clear()
+
+    def update(self, pods: Mapping[str, Pod]) -> None:  # type: ignore[override]
+        for key, pod in pods.items():
+            self[key] = pod
+
+    def _forget(self, key: str) -> None:
+        known = self.get(key)
+        if known is None:
+            return
+        uid = known.metadata.labels.get(names.JOB_UID, "")
+        keys = self._keys.get(uid, set())
+        keys.discard(key)
+        if not keys:
+            self._keys.pop(uid, None)
+
+
 class ClusterView:
     def __init__(
         self,
@@ -91,6 +130,7 @@ class ClusterView:
         self._namespace = namespace
         self.jobs = Informer(api, ELASTIC_JOBS, ElasticJob, **options)
         self.pods = Informer(api, PODS, Pod, labels=_SELECTORS[ObjectKind.POD], unreadable=Pod.unreadable, **options)
+        self._pods_by_job = self.pods.cache = PodsByJob()
         self.others: dict[ObjectKind, Informer[Stub]] = {
             kind: Informer(api, resource, Stub, labels=_SELECTORS.get(kind, _OURS), **options)
             for kind, resource in RESOURCES.items()
@@ -190,7 +230,7 @@ class ClusterView:
 
     def _pods_of(self, job: ElasticJob) -> Iterator[Pod]:
         uid = job.metadata.uid
-        keys = {key for key, pod in self.pods.cache.items() if pod.metadata.labels.get(names.JOB_UID) == uid}
+        keys = self._pods_by_job.of(uid)
         keys |= {
             key
             for (kind, key), (seen, _) in self._answers.items()

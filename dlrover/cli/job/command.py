@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dlrover.platforms.kubernetes.objects import Pod
 
 EXIT_INTERRUPTED = 130
+WITH_COMMAND = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Context of a command that takes a command line after `--`."""
 T = TypeVar("T")
 
 app = typer.Typer(name="job", help="Submit, watch and steer jobs of a cluster or of this host.", no_args_is_help=True)
@@ -36,7 +38,7 @@ Address = Annotated[str, typer.Option("--addr", "--master", help="Master's HOST:
 TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, with --addr.")]
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=WITH_COMMAND)
 def submit(
     context: typer.Context,
     file: Annotated[

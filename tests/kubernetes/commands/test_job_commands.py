@@ -198,6 +198,8 @@ class TestSteering:
         assert "Job demo in default: Running, ready 0/2" in told
         assert f"master  {master()}  Running" in told
         assert "JobRunning" in told
+        assert (await terminal.says("ls", "-n", "default")).splitlines()[1].split()[0] == "demo", "short forms"
+        assert "Job demo in default" in await terminal.says("describe", "demo", "-n", "default")
 
     async def test_logs_of_a_rank_are_printed(self, terminal: Terminal) -> None:
         uid = read(taken(await terminal.lab.try_to_apply()))["metadata"]["uid"]
