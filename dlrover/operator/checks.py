@@ -16,8 +16,8 @@ from dlrover.operator.observations import JobObjects, OperatorSettings
 from dlrover.operator.owned import ALLOWED_ACCOUNT
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob, FaultyHosts, JobReplica, JsonObject
-from dlrover.platforms.kubernetes.gangs import GangScheduler, gang_of, groups_of, min_member
 from dlrover.platforms.kubernetes.job.fleet import fleet_of, pod_job_of, training_types
+from dlrover.platforms.kubernetes.job.gangs import GangScheduler, gang_of, groups_of, min_member
 from dlrover.platforms.kubernetes.pods import main_container, pod_of
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import LaunchNode, NodeType

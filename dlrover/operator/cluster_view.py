@@ -35,8 +35,8 @@ from dlrover.platforms.kubernetes.api import (
     ClusterApi,
 )
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob
-from dlrover.platforms.kubernetes.gangs import groups_of
 from dlrover.platforms.kubernetes.informer import Informer, InformerTiming, ObjectDeleted, ObjectsListed
+from dlrover.platforms.kubernetes.job.gangs import groups_of
 from dlrover.platforms.kubernetes.objects import ClusterNode, Metadata, Pod, Stub
 
 RESOURCES: dict[ObjectKind, ApiResource] = {

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dlrover.operator.actions import AdjustObject, CreateObject, CreateToken, ObjectKind
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import GROUP, ElasticJob, JsonObject
-from dlrover.platforms.kubernetes.gangs import GangScheduler, gang_of, group_spec, groups_of
+from dlrover.platforms.kubernetes.job.gangs import GangScheduler, gang_of, group_spec, groups_of
 from dlrover.platforms.kubernetes.objects import Metadata
 
 MASTER_ROLE = "dlrover-master"

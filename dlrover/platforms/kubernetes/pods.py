@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import JsonObject
-from dlrover.platforms.kubernetes.gangs import GangScheduler, group_marks, scheduler_name
+from dlrover.platforms.kubernetes.job.gangs import GangScheduler, group_marks, scheduler_name
 from dlrover.platforms.kubernetes.objects import Pod
 from dlrover.platforms.kubernetes.quantities import MIB, cpu_of, memory_mb_of, quantity
 from dlrover.protocol.error_codes import ErrorCode

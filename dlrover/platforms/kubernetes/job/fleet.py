@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob, FaultyHosts, JobReplica
-from dlrover.platforms.kubernetes.gangs import gang_of
+from dlrover.platforms.kubernetes.job.gangs import gang_of
 from dlrover.platforms.kubernetes.pods import PodJob, PodType, requests_of
 from dlrover.platforms.kubernetes.quantities import quantity, resource_of
 from dlrover.protocol.errors import ConfigError
