@@ -17,7 +17,7 @@ import typer
 from dlrover.cli.checkpoint.command import app as checkpoint
 from dlrover.cli.connection import Job, JobConnection, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
-from dlrover.cli.job.command import app as job
+from dlrover.cli.job import command as job_commands
 from dlrover.cli.ray.command import app as ray
 from dlrover.cli.simulate_command import simulate
 from dlrover.cli.tables import echo, table_console
@@ -394,8 +394,12 @@ def clean() -> None:
 app.command()(simulate)
 app.add_typer(checkpoint)
 app.add_typer(data)
-app.add_typer(job)
+app.add_typer(job_commands.app)
 app.add_typer(ray)
+# Short forms of `dlrover job …`; the others of that group are commands of their own above.
+app.command("submit", hidden=True, context_settings=job_commands.WITH_COMMAND)(job_commands.submit)
+for _name, _short in (("ls", job_commands.list_jobs), ("describe", job_commands.describe), ("logs", job_commands.logs)):
+    app.command(_name, hidden=True)(_short)
 
 
 @app.command()

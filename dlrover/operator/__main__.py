@@ -19,10 +19,14 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlrover.operator.cluster_view import RESOURCES, ClusterView
+from msgspec import Struct
+
+from dlrover.operator.actions import ObjectKind
+from dlrover.operator.cluster_view import OPTIONAL, RESOURCES, ClusterView
 from dlrover.operator.doors import OperatorMetrics, open_doors, parse_door
 from dlrover.operator.lease import LEASE_NAME, USUAL_TIMING, LeaderLease, LeadershipLost, LeaseTiming
 from dlrover.operator.observations import OperatorSettings
+from dlrover.operator.owned import GROUP_KINDS
 from dlrover.operator.runner import Runner
 from dlrover.platforms.kubernetes.access import ClusterAccess, find_access
 from dlrover.platforms.kubernetes.api import NODES, ApiRefusal, ApiResource, ClusterApi, NotFound, Page
@@ -125,11 +129,17 @@ async def _serve(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with ClusterApi(access) as api:
-        sees_machines = await _until(stop, _look_around(api, access, namespace, options.start_timeout))
-        if sees_machines is None:
+        cluster = await _until(stop, _look_around(api, access, namespace, options.start_timeout))
+        if cluster is None:
             return 0
-        view = ClusterView(api, namespace=namespace, sees_machines=sees_machines)
-        settings = OperatorSettings(master_image=options.master_image, allow_cordon=frozenset(options.allow_cordon))
+        view = ClusterView(api, namespace=namespace, sees_machines=cluster.sees_machines, absent=cluster.absent)
+        settings = OperatorSettings(
+            master_image=options.master_image,
+            allow_cordon=frozenset(options.allow_cordon if cluster.sees_machines else ()),
+            gang_schedulers=frozenset(
+                scheduler.value for scheduler, kind in GROUP_KINDS.items() if kind not in cluster.absent
+            ),
+        )
         runner = Runner(api, view, settings, report=numbers.report)
         work = _work(api, options, timing, view, runner, numbers)
         async with open_doors(
@@ -185,10 +195,20 @@ async def _work(
         await asyncio.wait(informers)
 
 
-async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | None, timeout: float) -> bool:
-    """Is there a cluster, with our resources, and may we see them? Returns whether we may list machines."""
-    for resource in RESOURCES.values():
+class _Cluster(Struct, frozen=True):
+    sees_machines: bool
+    absent: frozenset[ObjectKind]
+
+
+async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | None, timeout: float) -> _Cluster:
+    """Is there a cluster, with our resources, and may we see them?"""
+    absent = set()
+    for kind, resource in RESOURCES.items():
         answer = await _first_page(api, access, resource, namespace, timeout)
+        if kind in OPTIONAL and not isinstance(answer, Page):
+            log.info("no gangs of %s: %s", resource.group, answer.message)
+            absent.add(kind)
+            continue
         if isinstance(answer, NotFound):
             raise ConfigError(
                 f"The cluster at {access.server} has no resource {resource.plural}.{resource.group}. Install it: "
@@ -204,7 +224,7 @@ async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | 
         log.warning(
             "machines unseen: %s A master on a lost machine is replaced when its pod is deleted.", answer.message
         )
-    return isinstance(answer, Page)
+    return _Cluster(isinstance(answer, Page), frozenset(absent))
 
 
 async def _first_page(

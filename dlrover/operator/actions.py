@@ -28,6 +28,10 @@ class ObjectKind(enum.StrEnum):
     CLAIM = "PersistentVolumeClaim"
     DISRUPTION_BUDGET = "PodDisruptionBudget"
     NETWORK_POLICY = "NetworkPolicy"
+    SCALE_PLAN = "ScalePlan"
+    VOLCANO_GROUP = "PodGroup.scheduling.volcano.sh"
+    COSCHEDULING_GROUP = "PodGroup.scheduling.x-k8s.io"
+    """The two kinds of groups of gang schedulers: a cluster has one of them, or none."""
 
 
 class CheckTemplates(Struct, frozen=True, kw_only=True):
@@ -41,6 +45,20 @@ class CreateObject(Struct, frozen=True, kw_only=True):
     kind: ObjectKind
     name: str
     body: JsonObject
+
+
+class AdjustObject(Struct, frozen=True, kw_only=True):
+    """Change an object with a merge patch: one that follows the job's numbers, or a plan that shall go with the job."""
+
+    kind: ObjectKind
+    name: str
+    patch: JsonObject
+
+
+class CordonMachine(Struct, frozen=True, kw_only=True):
+    """Mark a machine unschedulable for everyone, once for each job: a person who takes the mark away is not contradicted."""
+
+    name: str
 
 
 class CreateToken(Struct, frozen=True, kw_only=True):
@@ -71,7 +89,9 @@ class ApplyStatus(Struct, frozen=True, kw_only=True):
     status: ElasticJobStatus
 
 
-Action = CheckTemplates | CreateObject | CreateToken | DeleteObject | EmitEvent | ApplyStatus
+Action = (
+    CheckTemplates | CreateObject | AdjustObject | CordonMachine | CreateToken | DeleteObject | EmitEvent | ApplyStatus
+)
 
 
 class OperatorDecision(Struct, frozen=True, kw_only=True):

@@ -17,8 +17,10 @@ from msgspec import Struct
 
 from dlrover.operator.actions import (
     Action,
+    AdjustObject,
     ApplyStatus,
     CheckTemplates,
+    CordonMachine,
     CreateObject,
     CreateToken,
     DeleteObject,
@@ -33,6 +35,7 @@ from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.api import (
     ELASTIC_JOBS,
     EVENTS,
+    NODES,
     PODS,
     ApiRefusal,
     ClusterApi,
@@ -80,6 +83,10 @@ class ActionCarrier:
                     return await self._check(job, action)
                 case CreateObject():
                     return await self._create(job, action.kind, action.name, action.body)
+                case AdjustObject():
+                    return await self._adjust(job, action)
+                case CordonMachine():
+                    return await self._cordon(job, action)
                 case CreateToken():
                     return await self._create(job, ObjectKind.SECRET, action.name, _with_token(action.body))
                 case DeleteObject():
@@ -121,6 +128,32 @@ class ActionCarrier:
         if kind is ObjectKind.POD and (owner is None or owner.uid != job.metadata.uid):
             return Denied("NameTaken", f"another pod has the name {name}; it must be gone first", SHORTLY)
         self._view.note(kind, seen)
+        return None
+
+    async def _adjust(self, job: ElasticJob, action: AdjustObject) -> Denied | None:
+        answer = await self._api.patch(
+            RESOURCES[action.kind],
+            action.name,
+            action.patch,
+            namespace=job.metadata.namespace,
+            kind=PatchKind.MERGE,
+            field_manager=FIELD_MANAGER,
+        )
+        if not isinstance(answer, FoundObject):
+            return _denied(answer)
+        self._view.note(action.kind, decode(Stub, answer.body))
+        return None
+
+    async def _cordon(self, job: ElasticJob, action: CordonMachine) -> Denied | None:
+        patch = {
+            "metadata": {"annotations": {names.CORDONED_FOR: job.metadata.uid}},
+            "spec": {"unschedulable": True},
+        }
+        answer = await self._api.patch(NODES, action.name, patch, namespace=None, kind=PatchKind.MERGE)
+        if not isinstance(answer, FoundObject | NotFound):
+            return _denied(answer)
+        self._view.note_cordoned(action.name, job.metadata.uid)
+        log.warning("machine cordoned machine=%s job=%s", action.name, job.key)
         return None
 
     async def _delete(self, job: ElasticJob, action: DeleteObject) -> Denied | None:
@@ -178,6 +211,10 @@ def describe(action: Action) -> str:
             return "check the templates"
         case CreateObject(kind=kind, name=name):
             return f"create {kind.value} {name}"
+        case AdjustObject(kind=kind, name=name):
+            return f"adjust {kind.value} {name}"
+        case CordonMachine(name=name):
+            return f"cordon the machine {name}"
         case CreateToken(name=name):
             return f"create Secret {name}"
         case DeleteObject(kind=kind, name=name):

@@ -17,6 +17,7 @@ from dlrover.operator.owned import ALLOWED_ACCOUNT
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob, FaultyHosts, JobReplica, JsonObject
 from dlrover.platforms.kubernetes.job.fleet import fleet_of, pod_job_of, training_types
+from dlrover.platforms.kubernetes.job.gangs import GangScheduler, gang_of, groups_of, min_member
 from dlrover.platforms.kubernetes.pods import main_container, pod_of
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import LaunchNode, NodeType
@@ -65,15 +66,13 @@ def problem_of(job: ElasticJob, seen: JobObjects, settings: OperatorSettings) ->
         return Problem("InvalidSpec", str(error))
     if excess := excess_as_defined(fleet):
         return Problem("LimitsExceeded", f"spec.resourceLimits do not suffice for the job: {excess}.")
-    return _rights_problem(job, seen, settings)
+    return _gang_problem(job, settings) or _rights_problem(job, seen, settings)
 
 
 def unused_fields(job: ElasticJob) -> str:
     """A sentence about fields that are given and have no effect in this version; empty: there is none."""
     spec = job.spec
     given = {
-        "gang": spec.gang is not None,
-        "network.tlsSecretName": bool(spec.network.tls_secret_name),
         "enableElasticScheduling": not spec.enable_elastic_scheduling,
         "enableDynamicSharding": not spec.enable_dynamic_sharding,
     }
@@ -81,10 +80,6 @@ def unused_fields(job: ElasticJob) -> str:
         where = f"replicaSpecs.{type_name}"
         given[f"{where}.restartTimeout"] = bool(replica.restart_timeout)
         given[f"{where}.restartPolicy"] = bool(replica.restart_policy)
-        given[f"{where}.batchScheduler"] = (replica.batch_scheduler or replica.old_batch_scheduler) not in (
-            "",
-            "default",
-        )
     names_ = [name for name, is_given in given.items() if is_given]
     return f"Without effect in this version: {', '.join(names_)}." if names_ else ""
 
@@ -134,6 +129,31 @@ def _template_problem(where: str, replica: JobReplica) -> Problem | None:
         main_container(spec if isinstance(spec, dict) else {})
     except ConfigError as error:
         return Problem("InvalidTemplate", f"{where}.template: {error}")
+    return None
+
+
+def _gang_problem(job: ElasticJob, settings: OperatorSettings) -> Problem | None:
+    if not (gang := gang_of(job)):
+        if job.spec.gang is not None:
+            return Problem("InvalidGang", f"spec.gang.scheduler is missing. Give {' or '.join(GangScheduler)}.")
+        return None
+    if gang not in tuple(GangScheduler):
+        return Problem(
+            "InvalidGang", f"{gang} is no gang scheduler that DLRover knows. Give {' or '.join(GangScheduler)}."
+        )
+    if gang not in settings.gang_schedulers:
+        resource = groups_of(GangScheduler(gang))
+        return Problem(
+            "GangSchedulerMissing",
+            f"The cluster has no {resource.plural}.{resource.group}, or the operator may not list them, so {gang} cannot place "
+            "the pods of this job. Install that scheduler, give the operator its rights, and restart the operator.",
+        )
+    least, all_of_them = min_member(job), sum(replica.replicas for _, _, replica in training_types(job))
+    if least > all_of_them:
+        return Problem(
+            "InvalidGang",
+            f"spec.gang.minMember is {least}, and the job has {all_of_them} pods: they would wait for ever.",
+        )
     return None
 
 

@@ -11,12 +11,12 @@ an answer that no informer confirms counts for some seconds only. After that the
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from dlrover.operator.actions import ObjectKind
 from dlrover.operator.observations import JobObjects
-from dlrover.operator.owned import ALLOWED_ACCOUNT, kind_of, owned_objects
+from dlrover.operator.owned import ALLOWED_ACCOUNT, GROUP_KINDS, kind_of, owned_objects
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.api import (
     CLAIMS,
@@ -27,6 +27,7 @@ from dlrover.platforms.kubernetes.api import (
     NODES,
     PODS,
     ROLE_BINDINGS,
+    SCALE_PLANS,
     SECRETS,
     SERVICE_ACCOUNTS,
     SERVICES,
@@ -35,6 +36,7 @@ from dlrover.platforms.kubernetes.api import (
 )
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob
 from dlrover.platforms.kubernetes.informer import Informer, InformerTiming, ObjectDeleted, ObjectsListed
+from dlrover.platforms.kubernetes.job.gangs import groups_of
 from dlrover.platforms.kubernetes.objects import ClusterNode, Metadata, Pod, Stub
 
 RESOURCES: dict[ObjectKind, ApiResource] = {
@@ -49,7 +51,11 @@ RESOURCES: dict[ObjectKind, ApiResource] = {
     ObjectKind.CLAIM: CLAIMS,
     ObjectKind.DISRUPTION_BUDGET: DISRUPTION_BUDGETS,
     ObjectKind.NETWORK_POLICY: NETWORK_POLICIES,
+    ObjectKind.SCALE_PLAN: SCALE_PLANS,
+    **{kind: groups_of(scheduler) for scheduler, kind in GROUP_KINDS.items()},
 }
+OPTIONAL = frozenset(GROUP_KINDS.values())
+"""Kinds that a cluster need not have."""
 JobKey = tuple[str, str]
 """Namespace and name."""
 Seen = ElasticJob | Pod | Stub
@@ -63,22 +69,72 @@ _SELECTORS = {
     ObjectKind.ELASTIC_JOB: "",
     ObjectKind.POD: names.JOB_UID,
     ObjectKind.SERVICE_ACCOUNT: ALLOWED_ACCOUNT,
+    ObjectKind.SCALE_PLAN: names.SCALE_TYPE,
 }
+
+
+class PodsByJob(dict[str, Pod]):
+    """The informer's copy of the pods. It finds those of one job without a look at all the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: dict[str, set[str]] = {}
+
+    def of(self, job_uid: str) -> set[str]:
+        """Their keys."""
+        return set(self._keys.get(job_uid, ()))
+
+    def __setitem__(self, key: str, pod: Pod) -> None:
+        self._forget(key)
+        super().__setitem__(key, pod)
+        self._keys.setdefault(pod.metadata.labels.get(names.JOB_UID, ""), set()).add(key)
+
+    def pop(self, key: str, default: Pod | None = None) -> Pod | None:  # type: ignore[override]
+        self._forget(key)
+        return super().pop(key, default)
+
+    def clear(self) -> None:
+        self._keys.clear()
+        super().clear()
+
+    def update(self, pods: Mapping[str, Pod]) -> None:  # type: ignore[override]
+        for key, pod in pods.items():
+            self[key] = pod
+
+    def _forget(self, key: str) -> None:
+        known = self.get(key)
+        if known is None:
+            return
+        uid = known.metadata.labels.get(names.JOB_UID, "")
+        keys = self._keys.get(uid, set())
+        keys.discard(key)
+        if not keys:
+            self._keys.pop(uid, None)
 
 
 class ClusterView:
     def __init__(
-        self, api: ClusterApi, *, namespace: str | None, sees_machines: bool, timing: InformerTiming | None = None
+        self,
+        api: ClusterApi,
+        *,
+        namespace: str | None,
+        sees_machines: bool,
+        absent: frozenset[ObjectKind] = OPTIONAL,
+        timing: InformerTiming | None = None,
     ) -> None:
-        """`namespace` None: of all namespaces. `sees_machines` False: the operator has no right to list nodes."""
+        """
+        `namespace` None: of all namespaces. `sees_machines` False: the operator has no right to list nodes. `absent`: kinds
+        that this cluster has not.
+        """
         options: dict[str, Any] = {"namespace": namespace} | ({"timing": timing} if timing else {})
         self._namespace = namespace
         self.jobs = Informer(api, ELASTIC_JOBS, ElasticJob, **options)
         self.pods = Informer(api, PODS, Pod, labels=_SELECTORS[ObjectKind.POD], unreadable=Pod.unreadable, **options)
+        self._pods_by_job = self.pods.cache = PodsByJob()
         self.others: dict[ObjectKind, Informer[Stub]] = {
             kind: Informer(api, resource, Stub, labels=_SELECTORS.get(kind, _OURS), **options)
             for kind, resource in RESOURCES.items()
-            if kind not in (ObjectKind.ELASTIC_JOB, ObjectKind.POD)
+            if kind not in (ObjectKind.ELASTIC_JOB, ObjectKind.POD, *absent)
         }
         self.machines: Informer[ClusterNode] | None = None
         if sees_machines:
@@ -89,6 +145,8 @@ class ClusterView:
         """Uids of objects that the API server says are gone, while the informer still shows them."""
         self._missing_since: dict[str, float] = {}
         """Machines that pods name and that do not exist, and since when we know."""
+        self._cordoned: set[tuple[str, str]] = set()
+        """Machine and job's uid of marks that the informer does not show yet."""
 
     @property
     def informers(self) -> tuple[Informer[Any], ...]:
@@ -119,13 +177,18 @@ class ClusterView:
         others: dict[tuple[ObjectKind, str], Metadata] = {}
         for wanted in owned_objects(job):
             kind, key = kind_of(wanted), self._key(namespace, wanted.name)
+            if kind not in self.others:
+                continue  # a job that asks for it is not valid
             if found := self._newest(kind, key, self.others[kind].cache.get(key)):
                 others[kind, wanted.name] = found.metadata
         pods = tuple(self._pods_of(job))
+        machines = {pod.spec.node_name for pod in pods if pod.spec.node_name}
         return JobObjects(
             pods=pods,
             others=others,
-            not_ready=dict(self._not_ready({pod.spec.node_name for pod in pods if pod.spec.node_name}, now)),
+            not_ready=dict(self._not_ready(machines, now)),
+            plans=tuple(self._orphans(job)),
+            uncordoned=frozenset(self._uncordoned(machines, job.metadata.uid)),
             allowed_accounts=frozenset(
                 account.metadata.name
                 for account in self.others[ObjectKind.SERVICE_ACCOUNT].cache.values()
@@ -141,6 +204,25 @@ class ClusterView:
         """The API server said that there is no object with this uid."""
         self._gone.add(uid)
 
+    def _orphans(self, job: ElasticJob) -> Iterator[Metadata]:
+        for key, cached in self.others[ObjectKind.SCALE_PLAN].cache.items():
+            metadata = cached.metadata
+            if metadata.namespace == job.metadata.namespace and _planned_job(metadata) == job.metadata.name:
+                newest = self._newest(ObjectKind.SCALE_PLAN, key, cached)
+                if newest is not None and not newest.metadata.owner_references:
+                    yield newest.metadata
+
+    def note_cordoned(self, machine: str, job_uid: str) -> None:
+        self._cordoned.add((machine, job_uid))
+
+    def _uncordoned(self, machines: set[str], job_uid: str) -> Iterator[str]:
+        for name in machines:
+            machine = self.machines.cache.get(name) if self.machines is not None else None
+            if machine is None or machine.metadata.annotations.get(names.CORDONED_FOR) == job_uid:
+                self._cordoned.discard((name, job_uid))
+            elif (name, job_uid) not in self._cordoned:
+                yield name
+
     def _drop(self, uid: str) -> None:
         self._gone.discard(uid)
         for key in [key for key, (seen, _) in self._answers.items() if seen.metadata.uid == uid]:
@@ -148,7 +230,7 @@ class ClusterView:
 
     def _pods_of(self, job: ElasticJob) -> Iterator[Pod]:
         uid = job.metadata.uid
-        keys = {key for key, pod in self.pods.cache.items() if pod.metadata.labels.get(names.JOB_UID) == uid}
+        keys = self._pods_by_job.of(uid)
         keys |= {
             key
             for (kind, key), (seen, _) in self._answers.items()
@@ -179,6 +261,8 @@ class ClusterView:
             return (_job_key(pod) for pod in on_it)
         if names.JOB_NAME in seen.metadata.labels:
             return (_job_key(seen),)
+        if names.OLD_JOB_NAME in seen.metadata.labels:
+            return ((seen.metadata.namespace, seen.metadata.labels[names.OLD_JOB_NAME]),)
         return (key for key in self.job_keys() if key[0] == seen.metadata.namespace)  # an account that a job may name
 
     def _not_ready(self, machines: set[str], now: float) -> Iterator[tuple[str, float]]:
@@ -199,6 +283,10 @@ class ClusterView:
 
 def _job_key(seen: Seen) -> JobKey:
     return seen.metadata.namespace, seen.metadata.labels.get(names.JOB_NAME, "")
+
+
+def _planned_job(plan: Metadata) -> str:
+    return plan.labels.get(names.JOB_NAME) or plan.labels.get(names.OLD_JOB_NAME, "")
 
 
 def _version(seen: Seen) -> int:

@@ -19,8 +19,10 @@ from msgspec import Struct
 
 from dlrover.operator.actions import (
     Action,
+    AdjustObject,
     ApplyStatus,
     CheckTemplates,
+    CordonMachine,
     CreateObject,
     CreateToken,
     DeleteObject,
@@ -32,12 +34,19 @@ from dlrover.operator.checks import Problem, first_pods, problem_of, unused_fiel
 from dlrover.operator.master_pod import master_pod
 from dlrover.operator.master_state import is_master, is_ready, trouble_of, verdict_of
 from dlrover.operator.observations import JobObjects, OperatorSettings
-from dlrover.operator.owned import kind_of, owned_objects
+from dlrover.operator.owned import adjustment_of, kind_of, owned_objects
 from dlrover.operator.status import JobCourse, JobPhase, Truth, condition_of, is_true, next_status, write_at
 from dlrover.operator.succession import Succession, following, succession_of
 from dlrover.operator.timestamps import instant_of, text_of
 from dlrover.platforms.kubernetes import names
-from dlrover.platforms.kubernetes.elastic_job import CleanPodPolicy, ElasticJob, MasterRecord, SuspendPolicy
+from dlrover.platforms.kubernetes.elastic_job import (
+    CleanPodPolicy,
+    ElasticJob,
+    FaultyHosts,
+    JsonObject,
+    MasterRecord,
+    SuspendPolicy,
+)
 from dlrover.platforms.kubernetes.job.fleet import fleet_of
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.fleet import NodeType, Strategy
@@ -71,7 +80,7 @@ def decide(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSett
     if not has_started and _is_without_master(job):
         if reason := job.metadata.annotations.get(names.STOP):
             return _written(job, seen, now, _stopped(job, now, reason))
-        return _written(job, seen, now, _suspended(job))
+        return _written(job, seen, now, _suspended(job), tuple(_adoptions(job, seen)))
     return _live(job, seen, now, settings, validity)
 
 
@@ -162,7 +171,7 @@ def _suspending(job: ElasticJob, seen: JobObjects, now: float) -> OperatorDecisi
     if not seen.pods:
         if stop := job.metadata.annotations.get(names.STOP):
             return _written(job, seen, now, _stopped(job, now, stop))
-        return _written(job, seen, now, _suspended(job, following(record, now)))
+        return _written(job, seen, now, _suspended(job, following(record, now)), tuple(_adoptions(job, seen)))
     has_able_master = any(is_ready(pod) and not pod.metadata.deletion_timestamp for pod in masters)
     if running and has_able_master and _can_release(job):
         sentence = f"{len(running)} pods save and leave."
@@ -204,14 +213,15 @@ def _live(
     if succession.failure:
         course = _end(job, succession, now, False, "MasterRestartsExhausted", succession.failure)
         return _written(job, seen, now, course)
-    started_at = instant_of(job.status.start_time)
+    # A suspension does not count, as in batch Jobs: a job that was resumed begins anew.
+    started_at = None if is_true(job, "Suspended") else instant_of(job.status.start_time)
     deadline = job.spec.active_deadline_seconds
     ends_at = None if started_at is None or deadline is None else started_at + deadline
     if ends_at is not None and now >= ends_at:
         sentence = f"The job ran for more than {deadline} s (spec.activeDeadlineSeconds)."
         return _written(job, seen, now, _end(job, succession, now, False, "DeadlineExceeded", sentence))
     missing, blockers = _missing(job, seen)
-    actions: list[Action] = [*succession.removals, *missing]
+    actions: list[Action] = [*succession.removals, *missing, *_cordons(job, seen), *_adoptions(job, seen)]
     if validity.check is not None:  # the job was edited
         actions.append(validity.check)
     wakes = [succession.wake_at, validity.check_at, ends_at]
@@ -227,9 +237,9 @@ def _live(
     return _written(job, seen, now, course, tuple(actions), wake_at=_earliest(wakes))
 
 
-def _missing(job: ElasticJob, seen: JobObjects) -> tuple[list[CreateObject | CreateToken], list[str]]:
-    """What is not there yet, and which names a former job of this name still occupies."""
-    missing: list[CreateObject | CreateToken] = []
+def _missing(job: ElasticJob, seen: JobObjects) -> tuple[list[CreateObject | CreateToken | AdjustObject], list[str]]:
+    """What is not there yet or not as it shall be, and which names a former job of this name still occupies."""
+    missing: list[CreateObject | CreateToken | AdjustObject] = []
     blockers = []
     for wanted in owned_objects(job):
         found = seen.others.get((kind_of(wanted), wanted.name))
@@ -237,7 +247,29 @@ def _missing(job: ElasticJob, seen: JobObjects) -> tuple[list[CreateObject | Cre
             missing.append(wanted)
         elif found.controller is not None and found.controller.uid != job.metadata.uid:
             blockers.append(f"{kind_of(wanted).value} {wanted.name}")
+        elif (adjustment := adjustment_of(wanted, found)) is not None:
+            missing.append(adjustment)
     return missing, blockers
+
+
+def _adoptions(job: ElasticJob, seen: JobObjects) -> Iterable[AdjustObject]:
+    """People's plans go with the job. The master adopts those that it carries out; others would be left for ever."""
+    for plan in seen.plans:
+        owner = names.owner_reference(job.metadata.name, job.metadata.uid)
+        patch: JsonObject = {"metadata": {"uid": plan.uid, "ownerReferences": [owner]}}
+        yield AdjustObject(kind=ObjectKind.SCALE_PLAN, name=plan.name, patch=patch)
+
+
+def _cordons(job: ElasticJob, seen: JobObjects) -> Iterable[CordonMachine]:
+    """
+    The master has no right to machines: it names those that failed a check, and the operator marks them.
+
+    Only machines on which the operator sees a pod of the job: a job marks nothing that it has not used.
+    """
+    if job.spec.faulty_hosts is FaultyHosts.CORDON:
+        for name in job.status.cordon_hosts:
+            if name in seen.uncordoned:
+                yield CordonMachine(name=name)
 
 
 def _course(
@@ -290,7 +322,7 @@ def _course(
         message=message,
         conditions=conditions,
         master=record,
-        start_time=job.status.start_time or text_of(now),
+        start_time=text_of(now) if is_true(job, "Suspended") else job.status.start_time or text_of(now),
     )
 
 
@@ -345,7 +377,8 @@ def _end(
 
 def _after_end(job: ElasticJob, seen: JobObjects, now: float) -> OperatorDecision:
     policy = job.spec.clean_pod_policy
-    removals: list[Action] = [
+    removals: list[Action] = list(_adoptions(job, seen))
+    removals += [
         DeleteObject(kind=ObjectKind.POD, name=pod.metadata.name, uid=pod.metadata.uid)
         for pod in seen.pods
         if pod.metadata.deletion_timestamp is None

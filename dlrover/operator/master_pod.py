@@ -92,6 +92,9 @@ def master_pod(job: ElasticJob, index: int, image: str) -> JsonObject:
     spec.setdefault("tolerations", list(_tolerations()))
     secret = {"secretName": names.token_secret(job.metadata.name), "defaultMode": 0o440}
     _mount(spec, container, "dlrover-token", names.TOKEN_DIRECTORY, {"secret": secret}, is_read_only=True)
+    if job.spec.network.tls_secret_name:
+        tls = {"secretName": job.spec.network.tls_secret_name, "defaultMode": 0o440}
+        _mount(spec, container, "dlrover-tls", names.TLS_DIRECTORY, {"secret": tls}, is_read_only=True)
     if job.spec.master.journal is None:
         journal: JsonObject = {"emptyDir": {}}
     else:
@@ -123,6 +126,9 @@ def _command(job: ElasticJob) -> Iterator[str]:
     yield from ("--port", str(names.MASTER_PORT), "--host", "0.0.0.0")
     yield from ("--journal", f"{JOURNAL_DIRECTORY}/journal.sqlite")
     yield from ("--token_file", f"{names.TOKEN_DIRECTORY}/{names.TOKEN_KEY}")
+    if job.spec.network.tls_secret_name:
+        yield from ("--tls_cert", f"{names.TLS_DIRECTORY}/{names.TLS_CERT}")
+        yield from ("--tls_key", f"{names.TLS_DIRECTORY}/{names.TLS_KEY}")
 
 
 def _options(job: ElasticJob) -> Iterator[str]:

@@ -42,6 +42,10 @@ class JobObjects(Struct, frozen=True, kw_only=True):
     """Machines that do not answer, and since when."""
     allowed_accounts: frozenset[str] = frozenset()
     """Service accounts of the namespace that a job may name for its master."""
+    plans: tuple[Metadata, ...] = ()
+    """Plans for this job that have no owner yet."""
+    uncordoned: frozenset[str] = frozenset()
+    """Machines with pods of this job that were never marked for it."""
     check: TemplateCheck | None = None
     failure: FailedAction | None = None
 
@@ -52,3 +56,5 @@ class OperatorSettings(Struct, frozen=True, kw_only=True):
     master_image: str
     allow_cordon: frozenset[str] = frozenset()
     """Namespaces in which jobs may mark machines unschedulable."""
+    gang_schedulers: frozenset[str] = frozenset()
+    """Those whose groups this cluster knows."""

@@ -1,22 +1,34 @@
 """
 The objects of a job beside pods: services, token, rights, ledger, journal claim, disruption budget, network policy.
 
-Each has the job as its owner, so the cluster deletes it after the job. Each is made once and never changed: what a
-person or another controller edits stays edited.
+Each has the job as its owner, so the cluster deletes it after the job. Each is made once and not changed: what a person or
+another controller edits stays edited. Two follow the numbers of the job, when these change: the budget and the gang's group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dlrover.operator.actions import CreateObject, CreateToken, ObjectKind
+from dlrover.operator.actions import AdjustObject, CreateObject, CreateToken, ObjectKind
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import GROUP, ElasticJob, JsonObject
+from dlrover.platforms.kubernetes.job.gangs import GangScheduler, gang_of, group_spec, groups_of
+from dlrover.platforms.kubernetes.objects import Metadata
 
 MASTER_ROLE = "dlrover-master"
 """ClusterRole with what all masters may do, bound within the job's namespace only."""
 ALLOWED_ACCOUNT = "elasticjob.dlrover/master"
 """Label of service accounts that a job may name for its master; its value is `allowed`."""
+GROUP_KINDS = {
+    GangScheduler.VOLCANO: ObjectKind.VOLCANO_GROUP,
+    GangScheduler.COSCHEDULING: ObjectKind.COSCHEDULING_GROUP,
+}
+_BOUNDS = {
+    ObjectKind.DISRUPTION_BUDGET: ("minAvailable", "maxUnavailable"),
+    ObjectKind.VOLCANO_GROUP: ("minMember",),
+    ObjectKind.COSCHEDULING_GROUP: ("minMember",),
+}
+"""Fields that follow the job."""
 
 
 def account_name(job: ElasticJob) -> str:
@@ -50,9 +62,29 @@ def owned_objects(job: ElasticJob) -> Iterator[CreateObject | CreateToken]:
     if job.spec.master.journal is not None:
         yield _create(job, ObjectKind.CLAIM, claim_name(job), _claim(job))
     if job.spec.disruption_budget and "worker" in job.spec.replica_specs:
-        yield _create(job, ObjectKind.DISRUPTION_BUDGET, f"elasticjob-{job.metadata.name}-workers", _budget(job))
+        yield _following(job, ObjectKind.DISRUPTION_BUDGET, f"elasticjob-{job.metadata.name}-workers", _budget(job))
+    if gang := gang_of(job):
+        kind = GROUP_KINDS[GangScheduler(gang)]
+        yield _following(job, kind, names.group_name(job.metadata.name), {"spec": group_spec(job)})
     if job.spec.network.policy:
         yield _create(job, ObjectKind.NETWORK_POLICY, f"elasticjob-{job.metadata.name}", _network_policy(job))
+
+
+def adjustment_of(wanted: CreateObject | CreateToken, found: Metadata) -> AdjustObject | None:
+    """For an object that follows the job's numbers and was made from others. None: it is as it shall be."""
+    if not isinstance(wanted, CreateObject) or wanted.kind not in _BOUNDS:
+        return None
+    metadata, spec = wanted.body["metadata"], wanted.body["spec"]
+    assert isinstance(metadata, dict), "we made it"
+    assert isinstance(spec, dict), "we made it"
+    made_from = metadata["annotations"][names.MADE_FROM]
+    if found.annotations.get(names.MADE_FROM) == made_from:
+        return None
+    patch: JsonObject = {
+        "metadata": {"uid": found.uid, "annotations": {names.MADE_FROM: made_from}},
+        "spec": {name: spec.get(name) for name in _BOUNDS[wanted.kind]},
+    }
+    return AdjustObject(kind=wanted.kind, name=wanted.name, patch=patch)
 
 
 def kind_of(action: CreateObject | CreateToken) -> ObjectKind:
@@ -143,7 +175,18 @@ _API_VERSIONS = {
     **dict.fromkeys((ObjectKind.ROLE, ObjectKind.ROLE_BINDING), "rbac.authorization.k8s.io/v1"),
     ObjectKind.DISRUPTION_BUDGET: "policy/v1",
     ObjectKind.NETWORK_POLICY: "networking.k8s.io/v1",
+    **{kind: groups_of(scheduler).api_version for scheduler, kind in GROUP_KINDS.items()},
 }
+
+
+def _following(job: ElasticJob, kind: ObjectKind, name: str, rest: JsonObject) -> CreateObject:
+    made = _create(job, kind, name, rest)
+    metadata, spec = made.body["metadata"], made.body["spec"]
+    assert isinstance(metadata, dict), "we made it"
+    assert isinstance(spec, dict), "we made it"
+    made_from = ",".join(f"{field}={spec[field]}" for field in _BOUNDS[kind] if field in spec)
+    metadata["annotations"] = {**metadata["annotations"], names.MADE_FROM: made_from}
+    return made
 
 
 def _create(
@@ -157,5 +200,6 @@ def _create(
         "annotations": common,  # extensions of sites patch annotations, and a missing map cannot be patched
         "ownerReferences": [names.owner_reference(job.metadata.name, job.metadata.uid)],
     }
-    body = {"apiVersion": _API_VERSIONS.get(kind, "v1"), "kind": kind.value, "metadata": metadata, **rest}
+    kind_name = kind.value.partition(".")[0]
+    body = {"apiVersion": _API_VERSIONS.get(kind, "v1"), "kind": kind_name, "metadata": metadata, **rest}
     return CreateObject(kind=kind, name=name, body=body)

@@ -17,7 +17,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dlrover.operator.actions import Action, ApplyStatus, CheckTemplates, CreateObject, CreateToken, EmitEvent
+from dlrover.operator.actions import (
+    Action,
+    AdjustObject,
+    ApplyStatus,
+    CheckTemplates,
+    CordonMachine,
+    CreateObject,
+    CreateToken,
+    EmitEvent,
+)
 from dlrover.operator.carry_out import SHORTLY, ActionCarrier, Denied, backed_off, describe
 from dlrover.operator.cluster_view import ClusterView, JobKey
 from dlrover.operator.decide import decide
@@ -34,6 +43,9 @@ RESYNC = 300.0
 """Seconds. A job is looked at again even if nothing changes: a safety net for an event that was never sent."""
 MAX_PASSES = 20
 """In a row, without a pause. More means that a decision does not see its own effect."""
+
+_CHANGES = (CheckTemplates, CreateObject, AdjustObject, CordonMachine, CreateToken, ApplyStatus)
+"""After these the next decision may see more."""
 
 Report = Callable[[str, str], None]
 """Called with the name of an action and its result (`done`, or the reason of a failure)."""
@@ -161,7 +173,7 @@ class _JobLoop:
                 log.info("done job=%s: %s", job.key, describe(action))
             if isinstance(result, TemplateCheck):
                 self._check = result
-            has_changed |= isinstance(action, CheckTemplates | CreateObject | CreateToken | ApplyStatus)
+            has_changed |= isinstance(action, _CHANGES)
         return has_changed
 
     def _fail(self, job: ElasticJob, action: Action, denied: Denied) -> None:

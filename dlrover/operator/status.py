@@ -34,7 +34,7 @@ from dlrover.platforms.kubernetes.objects import Pod
 FIELD_MANAGER = "dlrover-operator"
 COUNTERS_EVERY = 2.0
 """Seconds between two writes that change nothing but numbers of pods: a job of 1,000 pods starts with few writes."""
-_MASTERS_FIELDS = ("round", "goodput", "lastStep", "scalePlan")
+_MASTERS_FIELDS = ("round", "goodput", "lastStep", "scalePlan", "cordonHosts")
 """The master writes these."""
 
 

@@ -15,8 +15,10 @@ import msgspec
 
 from dlrover.operator.actions import (
     Action,
+    AdjustObject,
     ApplyStatus,
     CheckTemplates,
+    CordonMachine,
     CreateObject,
     CreateToken,
     DeleteObject,
@@ -35,7 +37,7 @@ from dlrover.platforms.kubernetes.objects import Metadata, Pod, decode
 
 Json = dict[str, Any]
 START = datetime(2030, 1, 1, tzinfo=UTC).timestamp()
-SETTINGS = OperatorSettings(master_image="master:1")
+SETTINGS = OperatorSettings(master_image="master:1", gang_schedulers=frozenset({"volcano", "coscheduling"}))
 MACHINE = "machine-0"
 LAPSE = 11.0
 """Seconds that a master without a journal waits after `goneAt`."""
@@ -61,14 +63,16 @@ def make_job(name: str = "demo", **spec: Any) -> ElasticJob:
 
 
 class ModelCluster:
-    def __init__(self, body: Json | None = None, *, problem: str = "") -> None:
+    def __init__(self, body: Json | None = None, *, problem: str = "", settings: OperatorSettings = SETTINGS) -> None:
         self.body = body or job_body()
+        self.settings = settings
         self.now = START
         self.problem = problem
         """What the API server says of the templates."""
         self.pods: dict[str, Json] = {}
         self.others: dict[tuple[ObjectKind, str], Json] = {}
         self.not_ready: dict[str, float] = {}
+        self.cordoned: list[str] = []
         self.events: dict[str, EmitEvent] = {}
         self.created: list[str] = []
         """Names of pods in the order of their creation."""
@@ -100,12 +104,13 @@ class ModelCluster:
             ),
             others={key: decode(Metadata, json.dumps(body["metadata"]).encode()) for key, body in self.others.items()},
             not_ready=dict(self.not_ready),
+            uncordoned=frozenset(pod["spec"].get("nodeName", "") for pod in self.pods.values()) - set(self.cordoned),
             check=self._check,
             failure=self._failure,
         )
 
     def decide(self) -> OperatorDecision:
-        return decide(self.job, self.seen(), self.now, SETTINGS)
+        return decide(self.job, self.seen(), self.now, self.settings)
 
     def restart_operator(self) -> None:
         """What only the process knew is lost."""
@@ -167,6 +172,10 @@ class ModelCluster:
                 self._delete(action)
             case CreateObject() | CreateToken():
                 return self._create(action)
+            case AdjustObject():
+                self._adjust(action)
+            case CordonMachine(name=name):
+                self.cordoned.append(name)
         return True
 
     def _create(self, action: CreateObject | CreateToken) -> bool:
@@ -194,6 +203,15 @@ class ModelCluster:
             self.others[kind, name] = body
         return True
 
+    def _adjust(self, action: AdjustObject) -> None:
+        body, patch = self.others[action.kind, action.name], action.patch
+        assert patch["metadata"]["uid"] == body["metadata"]["uid"]  # type: ignore[index]
+        body["metadata"]["annotations"] |= patch["metadata"]["annotations"]  # type: ignore[index]
+        for field, value in patch["spec"].items():  # type: ignore[attr-defined]
+            body["spec"].pop(field, None)
+            if value is not None:
+                body["spec"][field] = value
+
     def _delete(self, action: DeleteObject) -> None:
         if action.kind is ObjectKind.ELASTIC_JOB:
             assert action.uid == self.body["metadata"]["uid"]
@@ -209,7 +227,7 @@ class ModelCluster:
 
     def _merge(self, old: Json, new: Json) -> None:
         """Server-side apply of the only manager: its maps and its lists replace what it wrote before."""
-        keep = {name: old[name] for name in ("round", "goodput", "lastStep", "scalePlan") if name in old}
+        keep = {name: old[name] for name in ("round", "goodput", "lastStep", "scalePlan", "cordonHosts") if name in old}
         old.clear()
         old.update(json.loads(msgspec.json.encode(new)), **keep)
 

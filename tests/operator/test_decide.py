@@ -48,10 +48,10 @@ def test_a_new_job_gets_its_objects_and_its_master() -> None:
 
 def test_fields_without_effect_are_named_in_the_status() -> None:
     worker = {"replicas": 1, "restartTimeout": 30, "autoScale": "no", "template": template()}
-    cluster = ModelCluster(job_body(replicaSpecs={"worker": worker}, enableDynamicSharding=False, gang={}))
+    cluster = ModelCluster(job_body(replicaSpecs={"worker": worker}, enableDynamicSharding=False))
     cluster.run()
     valid = cluster.condition("Valid")
-    fields = "gang, enableDynamicSharding, replicaSpecs.worker.restartTimeout"
+    fields = "enableDynamicSharding, replicaSpecs.worker.restartTimeout"
     assert (valid.status, valid.message) == ("True", f"Without effect in this version: {fields}.")
     cluster = ModelCluster()
     cluster.run()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dlrover.platforms.kubernetes.objects import Pod
 
 EXIT_INTERRUPTED = 130
+WITH_COMMAND = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Context of a command that takes a command line after `--`."""
 T = TypeVar("T")
 
 app = typer.Typer(name="job", help="Submit, watch and steer jobs of a cluster or of this host.", no_args_is_help=True)
@@ -36,7 +38,7 @@ Address = Annotated[str, typer.Option("--addr", "--master", help="Master's HOST:
 TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, with --addr.")]
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=WITH_COMMAND)
 def submit(
     context: typer.Context,
     file: Annotated[
@@ -265,18 +267,27 @@ def scale(
     nodes: Annotated[int, typer.Argument(help="How many nodes the job shall have.", min=0)],
     namespace: Namespace = "",
     node_type: Annotated[str, typer.Option("--type", help="Type of the nodes.")] = "worker",
+    least: Annotated[int, typer.Option("--min", help="The job trains with so few workers, too.", min=0)] = 0,
+    most: Annotated[int, typer.Option("--max", help="The job never has more workers.", min=0)] = 0,
     addr: Address = "",
     token_file: TokenFile = "",
 ) -> None:
-    """Change how many nodes a job has."""
+    """Change how many nodes a job has. Bounds of the job move only if the number lies outside, or if they are given."""
+    if (least or most) and node_type != "worker":
+        raise ConfigError("--min and --max are bounds of the workers.")
+    if not (least or nodes) <= nodes <= (most or nodes):
+        raise ConfigError(f"{nodes} nodes lie outside of --min {least or nodes} and --max {most or nodes}.")
     if local := _local(name, namespace, addr, token_file):
         from dlrover.cli.node_types import node_type_of
         from dlrover.protocol.messages.fleet import NodeType, ScaleJob, ScaleReplicas
+        from dlrover.protocol.messages.scaling import ScaleTo
 
         kind = node_type_of(node_type)
+        if least or most:
+            local.send(ScaleJob(min_nodes=least or nodes, max_nodes=most or nodes))
         is_world = kind is NodeType.WORKER
         local.send(
-            ScaleJob(min_nodes=nodes, max_nodes=nodes) if is_world else ScaleReplicas(node_type=kind, count=nodes)
+            ScaleTo(nodes=nodes, reason="dlrover job scale") if is_world else ScaleReplicas(node_type=kind, count=nodes)
         )
         typer.echo(f"The job shall have {nodes} nodes of type {node_type}.")
         return
@@ -286,7 +297,14 @@ def scale(
         if node_type not in job.spec.replica_specs:
             known = ", ".join(job.spec.replica_specs)
             raise ConfigError(f"The job {name} has no nodes of type {node_type}. It has: {known}.")
-        await jobs.change(name, {"spec": {"replicaSpecs": {node_type: {"replicas": nodes}}}})
+        replica = job.spec.replica_specs[node_type]
+        change = {"replicas": nodes}
+        # The definition holds the number between the bounds, so a number outside moves them.
+        if least or (replica.min_replicas is not None and nodes < replica.min_replicas):
+            change["minReplicas"] = least or nodes
+        if most or (replica.max_replicas is not None and nodes > replica.max_replicas):
+            change["maxReplicas"] = most or nodes
+        await jobs.change(name, {"spec": {"replicaSpecs": {node_type: change}}})
         typer.echo(f"The job {name} shall have {nodes} nodes of type {node_type}.")
 
     _run(namespace, change)

@@ -98,13 +98,14 @@ class GangSettings(Struct, frozen=True, kw_only=True, rename="camel"):
     scheduler: str = ""
     """`volcano` or `coscheduling`."""
     min_member: int | None = None
-    """None: `minReplicas` of the workers."""
+    """None: as many as the job needs to train."""
 
 
 class NetworkSettings(Struct, frozen=True, kw_only=True, rename="camel"):
     policy: bool = False
     """Make a NetworkPolicy that admits the job's own pods and the operator."""
     tls_secret_name: str = ""
+    """A Secret with `tls.crt`, `tls.key` and `ca.crt`: the master's port speaks TLS."""
 
 
 class ElasticJobSpec(Struct, frozen=True, kw_only=True, rename="camel"):
@@ -206,6 +207,8 @@ class ElasticJobStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     round: int = 0
     goodput: str = ""
     last_step: int = 0
+    cordon_hosts: tuple[str, ...] = ()
+    """Machines that failed a check, with `faultyHosts: Cordon`. The operator marks them unschedulable."""
 
 
 class ElasticJob(Struct, frozen=True, kw_only=True, rename="camel"):

@@ -37,12 +37,19 @@ SCALE_TYPE = "scale-type"
 
 STOP = "elasticjob.dlrover/stop"
 """Annotation of an ElasticJob: its master ends the job in good order. The value is the reason."""
+MADE_FROM = "elasticjob.dlrover/made-from"
+"""Annotation of objects that follow the job's numbers: which ones they were made from."""
+CORDONED_FOR = "elasticjob.dlrover/cordoned-for"
+"""Annotation of a machine that was marked unschedulable: uid of the job."""
 LAUNCH = "elasticjob.dlrover/launch"
 """Annotation with the intent that made a pod, without its environment."""
 
 TOKEN_DIRECTORY = "/var/run/dlrover/token"
 TOKEN_KEY = "token"
 """Key of the Secret, and so the name of the file in `TOKEN_DIRECTORY`."""
+TLS_DIRECTORY = "/var/run/dlrover/tls"
+TLS_CERT, TLS_KEY, TLS_CA = "tls.crt", "tls.key", "ca.crt"
+"""Keys of a Secret of the type `kubernetes.io/tls`, as cert-manager writes it."""
 
 
 def pod_name(job: str, node_type: str, node_id: int) -> str:
@@ -64,6 +71,11 @@ def nodes_service(job: str) -> str:
 
 def ledger_name(job: str) -> str:
     return f"elasticjob-{job}-ledger"
+
+
+def group_name(job: str) -> str:
+    """The pods that a gang scheduler starts together."""
+    return f"elasticjob-{job}"
 
 
 def token_secret(job: str) -> str:

@@ -35,7 +35,6 @@ from dlrover.platforms.kubernetes.access import find_access
 from dlrover.platforms.kubernetes.answers import (
     CONFIG_MAPS,
     ELASTIC_JOBS,
-    NODES,
     PODS,
     Conflict,
     ConflictReason,
@@ -43,6 +42,7 @@ from dlrover.platforms.kubernetes.answers import (
     FoundObject,
     Invalid,
     NotFound,
+    ObjectAnswer,
     Page,
     PatchKind,
 )
@@ -92,6 +92,8 @@ class PodPlatform:
             own_addresses=True, can_limit_memory=True, can_cordon=can_cordon, knows_room=True
         )
         self._can_cordon = can_cordon
+        self._cordoned: list[str] = []  # type: ignore[valid-type]
+        """Machines that this master has named."""
         self._timing = timing
         self._orders: OrderBook | None = None
         self._ledger = JobLedger(api, namespace=job.namespace, name=names.ledger_name(job.name), job_uid=job.uid)
@@ -152,6 +154,12 @@ class PodPlatform:
         status: JsonObject = {"round": glance.round, "goodput": f"{glance.goodput:.2f}"}
         if glance.last_step is not None:
             status["lastStep"] = glance.last_step
+        answer = await self._write_status(status, FIELD_MANAGER)
+        if not isinstance(answer, FoundObject):
+            raise Unavailable(f"The status of {self._job.name} cannot be written: {answer.message}")
+
+    async def _write_status(self, status: JsonObject, manager: str) -> ObjectAnswer:
+        """A manager owns what it wrote last, and what it leaves out then is removed: so each part has its own."""
         body = {
             "apiVersion": ELASTIC_JOBS.api_version,
             "kind": ELASTIC_JOBS.kind,
@@ -159,18 +167,16 @@ class PodPlatform:
             "metadata": {"name": self._job.name, "namespace": self._job.namespace, "uid": self._job.uid},
             "status": status,
         }
-        answer = await self._api.patch(
+        return await self._api.patch(
             ELASTIC_JOBS,
             self._job.name,
             body,
             namespace=self._job.namespace,
             kind=PatchKind.APPLY,
             subresource="status",
-            field_manager=FIELD_MANAGER,
+            field_manager=manager,
             force=True,
         )
-        if not isinstance(answer, FoundObject):
-            raise Unavailable(f"The status of {self._job.name} cannot be written: {answer.message}")
 
     async def begin_orders(self, ask: Ask, master_epoch: int) -> None:
         await self._open()
@@ -258,6 +264,8 @@ class PodPlatform:
 
     async def _remove(self, intent: RemoveNode) -> None:
         entry = await self._ledger.enter(intent)
+        if intent.cordon_host and self._can_cordon:
+            await self._cordon(intent.cordon_host)  # while the pod is there: the operator marks only what it saw us use
         if entry is LedgerEntry.NEW:
             return
         pod = self._lookout.pod_of(intent.id) or self._created.get(intent.id)
@@ -266,8 +274,6 @@ class PodPlatform:
                 self._lookout.expect(intent)
                 await self._delete(each, grace=intent.grace)
         self._created.pop(intent.id, None)
-        if intent.cordon_host and self._can_cordon:
-            await self._cordon(intent.cordon_host)
 
     async def _find(self, node: PlatformId) -> tuple[Pod, ...]:
         """A pod that no event has shown yet: made by a master before us, just now."""
@@ -291,16 +297,19 @@ class PodPlatform:
                 raise Unavailable(f"{pod.metadata.name}: {answer.message}")
 
     async def _cordon(self, host: str) -> None:
-        """The removal has been done: a machine that cannot be marked is only worth a line."""
-        patch = {"spec": {"unschedulable": True}}
+        """
+        A master has no right to machines: it names this one in the status of its job, and the operator marks it.
+
+        A machine that cannot be named is only worth a line: the removal counts.
+        """
+        if host not in self._cordoned:
+            self._cordoned.append(host)
         try:
-            answer = await self._api.patch(NODES, host, patch, namespace=None, kind=PatchKind.MERGE)
+            answer = await self._write_status({"cordonHosts": self._cordoned}, f"{FIELD_MANAGER}-hosts")
         except Unavailable as error:
             log.warning("machine not cordoned host=%s reason=%s", host, error)
             return
-        if isinstance(answer, FoundObject):
-            log.info("machine cordoned host=%s", host)
-        else:
+        if not isinstance(answer, FoundObject):
             log.warning("machine not cordoned host=%s reason=%s", host, answer.message)
 
     def _delete_spare(self, pod: Pod, reason: str) -> None:

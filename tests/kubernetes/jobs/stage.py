@@ -43,7 +43,10 @@ class TrainingJob:
         self.folder = Path()
         """What the pods see as /data. Known when the job is submitted."""
 
-    async def submit(self, *, has_journal: bool = True, memory: str = "2Gi", restarts: int | None = None) -> None:
+    async def submit(
+        self, *, has_journal: bool = True, memory: str = "2Gi", restarts: int | None = None, least: int | None = None
+    ) -> None:
+        """`least`: the job trains with so many workers, too."""
         job, claim = yaml.safe_load_all((EXAMPLE / "job.yaml").read_text())
         job["metadata"]["name"] = self.name
         claim["metadata"]["name"] = f"{self.name}-data"
@@ -54,7 +57,10 @@ class TrainingJob:
         spec = worker["template"]["spec"]
         spec["volumes"][1]["persistentVolumeClaim"]["claimName"] = f"{self.name}-data"
         container = spec["containers"][0]
-        command = [word.replace("--nnodes=3", f"--nnodes={self._workers}") for word in container["command"]]
+        size = f"{self._workers}" if least is None else f"{least}:{self._workers}"
+        if least is not None:
+            worker["minReplicas"] = least
+        command = [word.replace("--nnodes=3", f"--nnodes={size}") for word in container["command"]]
         container["command"] = [*command, *self._options]
         container["resources"] = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": memory}}
         if not has_journal:

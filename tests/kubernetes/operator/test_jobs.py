@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from dlrover.operator.actions import ObjectKind
+from dlrover.operator.cluster_view import RESOURCES
+from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.api import (
     CLAIMS,
     CONFIG_MAPS,
@@ -16,14 +19,38 @@ from dlrover.platforms.kubernetes.api import (
     PODS,
     RESOURCE_QUOTAS,
     ROLE_BINDINGS,
+    SCALE_PLANS,
     SECRETS,
     SERVICE_ACCOUNTS,
     SERVICES,
+    ApiResource,
     Invalid,
+    Page,
     PatchKind,
 )
-from tests.kubernetes.operator.lab import NAMESPACE, Lab, job_body, master, read, taken, template
+from dlrover.protocol.errors import Unavailable
+from tests.kubernetes.operator.lab import CRDS, NAMESPACE, Lab, job_body, master, read, taken, template
 
+VOLCANO_GROUPS = RESOURCES[ObjectKind.VOLCANO_GROUP]
+POD_GROUPS = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": f"{VOLCANO_GROUPS.plural}.{VOLCANO_GROUPS.group}"},
+    "spec": {
+        "group": VOLCANO_GROUPS.group,
+        "scope": "Namespaced",
+        "names": {"kind": VOLCANO_GROUPS.kind, "plural": VOLCANO_GROUPS.plural},
+        "versions": [
+            {
+                "name": VOLCANO_GROUPS.version,
+                "served": True,
+                "storage": True,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}
+"""As much of volcano's as the operator needs."""
 DONE = json.dumps({"stage": "succeeded", "reason": "Completed", "sentence": "All workers ended well."})
 OURS = "app.kubernetes.io/name=elasticjob"
 
@@ -228,23 +255,50 @@ async def test_a_job_made_anew_under_its_name_takes_nothing_of_the_former_one(la
     assert anew["data"] != secret["data"]
 
 
-async def test_nothing_is_left_of_a_deleted_job(lab: Lab) -> None:
+@pytest.mark.parametrize("has_operator", [True, False])
+async def test_nothing_is_left_of_a_deleted_job(lab: Lab, has_operator: bool) -> None:
+    """Also while no operator runs: nothing has a finalizer of ours."""
     await lab.define()
-    await lab.start_operator()
-    await lab.apply(master={"journal": {}})
+    taken(await lab.api.create(CRDS, POD_GROUPS, namespace=None))
+    await lab.until(lambda: _is_served(lab, VOLCANO_GROUPS), "groups of volcano")
+    operator = await lab.start_operator()
+    await lab.apply(master={"journal": {}}, network={"policy": True}, gang={"scheduler": "volcano"})
     await lab.bring_up(master())
     await lab.phase_is("Running")
+    labels = {names.JOB_NAME: "demo", names.SCALE_TYPE: "manual"}
+    plan = {
+        "metadata": {"name": "five", "labels": labels},
+        "spec": {"replicaResourceSpecs": {"worker": {"replicas": 5}}},
+    }
+    plan |= {"apiVersion": SCALE_PLANS.api_version, "kind": SCALE_PLANS.kind}
+    taken(await lab.api.create(SCALE_PLANS, plan, namespace=NAMESPACE))
+    await lab.until(lambda: _is_adopted(lab, "five"), "the plan goes with the job")
+    kinds = [resource for kind, resource in RESOURCES.items() if kind is not ObjectKind.COSCHEDULING_GROUP]
+    found = {resource.kind: await lab.names_of(resource, labels=f"{names.JOB_NAME}=demo") for resource in kinds}
+    made = {kind for kind, listed in found.items() if listed}
+    assert made == {resource.kind for resource in kinds} - {"ElasticJob"}, "the test sees each kind that a job can have"
+    if not has_operator:
+        await operator.stop()
     await lab.delete()
 
     async def is_empty() -> bool:
         await lab.finish_deletions()
-        found = [
-            await lab.names_of(resource, labels=OURS)
-            for resource in (PODS, SERVICES, SECRETS, CONFIG_MAPS, SERVICE_ACCOUNTS, ROLE_BINDINGS, CLAIMS)
-        ]
-        return not any(found)
+        return not any([await lab.names_of(resource, labels=f"{names.JOB_NAME}=demo") for resource in kinds])
 
     await lab.until(is_empty, "deletion of everything")
+    assert await lab.names_of(ELASTIC_JOBS) == []
+
+
+async def _is_served(lab: Lab, resource: ApiResource) -> bool:
+    try:
+        return isinstance(await lab.api.list_page(resource, namespace=NAMESPACE, limit=1), Page)
+    except Unavailable:
+        return False
+
+
+async def _is_adopted(lab: Lab, name: str) -> bool:
+    plan = read(taken(await lab.api.get(SCALE_PLANS, name, namespace=NAMESPACE)))
+    return bool(plan["metadata"].get("ownerReferences"))
 
 
 async def test_an_ended_job_with_a_time_to_live_is_deleted(lab: Lab) -> None:

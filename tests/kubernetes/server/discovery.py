@@ -87,6 +87,9 @@ def _resources(kind: Kind) -> list[Json]:
     if kind.scale is not None:
         scale = {"name": f"{kind.plural}/scale", "kind": "Scale", "group": "autoscaling", "version": "v1"}
         found.append({**whole, **scale, "singularName": "", "verbs": ["get", "patch", "update"]})
+    if (kind.group, kind.plural) == ("", "pods"):
+        eviction = {"name": "pods/eviction", "kind": "Eviction", "group": "policy", "version": "v1"}
+        found.append({**whole, **eviction, "singularName": "", "verbs": ["create"]})
     return found
 
 

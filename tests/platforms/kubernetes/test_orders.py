@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from dlrover.protocol.messages.fleet import (
 )
 from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.messages.job import StopJob
+from dlrover.protocol.messages.scaling import ScaleTo
 
 
 def job(annotations: dict[str, str] | None = None, **spec: Any) -> ElasticJob:
@@ -53,17 +55,37 @@ def test_the_annotation_stops_the_job_with_its_reason() -> None:
 
 def test_only_numbers_that_changed_are_told() -> None:
     known = {"worker": 3, "ps": 2}
-    assert list(orders.resizes(job(), known, Strategy.ALLREDUCE)) == [ScaleJob(min_nodes=4, max_nodes=4)]
+    assert told(orders.resizes(job(), known, Strategy.ALLREDUCE)) == [("to", 4)]
     assert list(orders.resizes(job(), known, Strategy.PS)) == [ScaleReplicas(node_type=NodeType.WORKER, count=4)]
     assert list(orders.resizes(job(), {"worker": 4, "ps": 2}, Strategy.PS)) == []
     assert list(orders.resizes(job(), {}, Strategy.PS)) == [], "the first numbers are those that the job starts with"
 
 
-def test_the_minimum_of_the_job_stays() -> None:
-    elastic = job(replicaSpecs={"worker": {"replicas": 5, "minReplicas": 2}})
-    assert list(orders.resizes(elastic, {"worker": 3}, Strategy.ALLREDUCE)) == [ScaleJob(min_nodes=2, max_nodes=5)]
-    smaller = job(replicaSpecs={"worker": {"replicas": 1, "minReplicas": 2}})
-    assert list(orders.resizes(smaller, {"worker": 3}, Strategy.ALLREDUCE)) == [ScaleJob(min_nodes=1, max_nodes=1)]
+def test_bounds_move_only_if_a_person_changes_them() -> None:
+    def workers(**worker: int) -> ElasticJob:
+        return job(replicaSpecs={"worker": worker})
+
+    elastic = workers(replicas=5, minReplicas=2)
+    assert told(orders.resizes(elastic, {"worker": 3, "worker/min": 2}, Strategy.ALLREDUCE)) == [("to", 5)]
+    known = orders.sizes_of(workers(replicas=4, minReplicas=2, maxReplicas=6))
+    assert known == {"worker": 4, "worker/min": 2, "worker/max": 6}
+    narrower = workers(replicas=4, minReplicas=3, maxReplicas=5)
+    assert told(orders.resizes(narrower, known, Strategy.ALLREDUCE)) == [("between", 3, 5), ("to", 4)]
+    widest = workers(replicas=5, minReplicas=3, maxReplicas=5)
+    assert told(orders.resizes(widest, known, Strategy.ALLREDUCE)) == [("between", 3, 5)], "that asks for five already"
+    assert list(orders.resizes(narrower, {}, Strategy.ALLREDUCE)) == [], "what the job starts with"
+
+
+def told(commands: Iterable[orders.OrderCommand]) -> list[tuple[object, ...]]:
+    """Without the reasons."""
+    found: list[tuple[object, ...]] = []
+    for command in commands:
+        if isinstance(command, ScaleTo):
+            found.append(("to", command.nodes))
+        else:
+            assert isinstance(command, ScaleJob)
+            found.append(("between", command.min_nodes, command.max_nodes))
+    return found
 
 
 @pytest.mark.parametrize(

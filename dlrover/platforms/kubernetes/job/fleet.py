@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob, FaultyHosts, JobReplica
+from dlrover.platforms.kubernetes.job.gangs import gang_of
 from dlrover.platforms.kubernetes.pods import PodJob, PodType, requests_of
 from dlrover.platforms.kubernetes.quantities import quantity, resource_of
 from dlrover.protocol.errors import ConfigError
@@ -63,7 +64,12 @@ def fleet_of(job: ElasticJob, wishes: MasterWishes = MasterWishes()) -> FleetSpe
 
 
 def pod_job_of(
-    job: ElasticJob, fleet: FleetSpec, *, master_addr: str = "", token_secret: str = "", namespace: str = ""
+    job: ElasticJob,
+    fleet: FleetSpec,
+    *,
+    master_addr: str = "",
+    token_secret: str = "",
+    namespace: str = "",
 ) -> PodJob:
     types = {
         node_type: PodType(
@@ -85,6 +91,8 @@ def pod_job_of(
         num_groups=len(fleet.group_affinity),
         avoids_hosts=job.spec.faulty_hosts is not FaultyHosts.IGNORE,
         queue=job.metadata.labels.get(QUEUE_LABEL, ""),
+        gang=gang_of(job),
+        tls_secret=job.spec.network.tls_secret_name,
     )
 
 

@@ -30,9 +30,12 @@ from dlrover.protocol.messages.fleet import (
 )
 from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.messages.job import StopJob
+from dlrover.protocol.messages.scaling import ScaleTo
 
-OrderCommand = SuspendJob | ResumeJob | ScaleJob | ScaleReplicas | MigrateNode | StopJob
+OrderCommand = SuspendJob | ResumeJob | ScaleJob | ScaleTo | ScaleReplicas | MigrateNode | StopJob
 MANUAL = "manual"
+_LEAST, _MOST = "worker/min", "worker/max"
+"""Names of the workers' bounds beside the numbers of the types."""
 _ENDED = (PlanPhase.SUCCEEDED.value, PlanPhase.FAILED.value)
 
 
@@ -57,15 +60,29 @@ def stop_of(job: ElasticJob) -> StopJob | None:
 
 
 def sizes_of(job: ElasticJob) -> dict[str, int]:
-    """Type to number, as the job's object says. Raises `ConfigError` for a type that does not exist."""
-    return {node_type.value: replica.replicas for node_type, _, replica in training_types(job)}
+    """Type to number, as the job's object says, and the workers' bounds. Raises `ConfigError` for an unknown type."""
+    sizes = {node_type.value: replica.replicas for node_type, _, replica in training_types(job)}
+    workers = job.spec.replica_specs.get(NodeType.WORKER.value, JobReplica())
+    bounds = {_LEAST: workers.min_replicas, _MOST: workers.max_replicas}
+    return sizes | {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def resizes(job: ElasticJob, known: Mapping[str, int], strategy: Strategy) -> Iterator[OrderCommand]:
-    """For each type whose number is another one than that which was carried out last."""
-    for name, count in sizes_of(job).items():
-        if name in known and known[name] != count:
-            yield _resize(job, NodeType(name), count, strategy)
+    """
+    For each type whose number is another one than that which was carried out last.
+
+    A number is a target: it moves the bounds of the job only if it lies outside. Bounds that a person changes are told first.
+    """
+    wanted = sizes_of(job)
+    are_bounds_new = any(known.get(name) != wanted.get(name) for name in (_LEAST, _MOST))
+    workers = wanted.get(NodeType.WORKER.value, 0)
+    if NodeType.WORKER.value in known and are_bounds_new and strategy is Strategy.ALLREDUCE:
+        least, most = wanted.get(_LEAST, workers), wanted.get(_MOST, workers)
+        yield ScaleJob(min_nodes=least, max_nodes=most)
+        known = {**known, NodeType.WORKER.value: most}  # that is what it asks for
+    for name, count in wanted.items():
+        if name not in (_LEAST, _MOST) and name in known and known[name] != count:
+            yield _resize(NodeType(name), count, strategy)
 
 
 def is_for(plan: PlanObject, job: str) -> bool:
@@ -87,7 +104,7 @@ def plan_of(plan: PlanObject, job: ElasticJob, strategy: Strategy) -> PlanComman
         if name not in types:
             raise ConfigError(f"The job {job.metadata.name} has no nodes of type {name}. It has {', '.join(types)}.")
         if planned.replicas is not None:
-            commands.append(_resize(job, types[name], planned.replicas, strategy))
+            commands.append(_resize(types[name], planned.replicas, strategy))
         if planned.resource:
             ignored.append(name)
     commands += [_migration(each) for each in spec.migrate_pods]
@@ -102,10 +119,9 @@ def plan_of(plan: PlanObject, job: ElasticJob, strategy: Strategy) -> PlanComman
     return PlanCommands(commands=tuple(commands), note=note)
 
 
-def _resize(job: ElasticJob, node_type: NodeType, count: int, strategy: Strategy) -> OrderCommand:
+def _resize(node_type: NodeType, count: int, strategy: Strategy) -> OrderCommand:
     if node_type is NodeType.WORKER and strategy is Strategy.ALLREDUCE:
-        least = job.spec.replica_specs.get(node_type.value, JobReplica()).min_replicas
-        return ScaleJob(min_nodes=count if least is None else min(least, count), max_nodes=count)
+        return ScaleTo(nodes=count, reason="the job's object or a plan says so")
     return ScaleReplicas(node_type=node_type, count=count)
 
 

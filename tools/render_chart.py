@@ -1,0 +1,48 @@
+"""
+Write the plain manifests in `deploy/` from the chart in `deploy/chart`, for people who use kustomize or kubectl alone.
+
+    python tools/render_chart.py
+
+A test compares the two for each version of Kubernetes that we name, so a chart that was changed without this is noticed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+CHART = DEPLOY / "chart"
+FILES = ("roles/master.yaml", "roles/operator.yaml", "roles/people.yaml", "operator/operator.yaml")
+VERSIONS = ("1.31.0", "1.33.0", "1.36.0")
+"""Of Kubernetes: the oldest that has what the definitions need, one between, and the newest that we tested with."""
+HEADER = "# Rendered from deploy/chart by tools/render_chart.py; change the chart, not this file.\n"
+
+
+def helm() -> Path:
+    """From the package helm-binary, beside the interpreter."""
+    return Path(sys.executable).parent / "helm"
+
+
+def template(*options: str, version: str = VERSIONS[-1], plain: bool = True) -> str:
+    """What `helm install` would send."""
+    command = [str(helm()), "template", "dlrover", str(CHART), "--namespace", "dlrover", "--kube-version", version]
+    if plain:
+        command += ["--values", str(CHART / "plain.yaml")]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+def main() -> int:
+    for name in FILES:
+        lines = template("--show-only", f"templates/{name}").splitlines(keepends=True)
+        text = "".join(line for line in lines if not line.startswith("# Source:") and line.strip())
+        (DEPLOY / name).write_text(HEADER + text.removeprefix("---\n"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
