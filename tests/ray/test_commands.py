@@ -12,7 +12,6 @@ import ray
 
 from dlrover.cli.ray.messages import HOST
 from dlrover.platforms.ray.access import namespace_of
-from dlrover.protocol.errors import ConfigError
 from dlrover.unified import RayJob
 from tests.ray.jobs import TRAINED_STEPS, run_dlrover
 from tests.ray.lab import RayLab, until
@@ -155,35 +154,3 @@ def test_a_job_whose_host_was_lost_for_good_is_cleaned_up(lab: RayLab, tmp_path:
     cleaned = run_dlrover("ray", "clean", "--address", lab.address)
     assert "removed: job orphan" in cleaned.stdout, cleaned
     lab.await_nothing_left(TRAINED_STEPS)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "spec: {replicaSpecs: {ps: {replicas: 1}, worker: {replicas: 1}}}",
-            "replicas of type ps do not run on Ray yet",
-        ),
-        ("spec: {replicaSpecs: {}}", "names no nodes"),
-        ("kind: ElasticJob", "no `spec`"),
-        ("spec: {replicaSpecs: {worker: {replicas: many}}}", "must be a whole number"),
-        ("spec: {replicaSpecs: {worker: {replicas: 1, colour: red}}}", "colour is unknown"),
-        ("spec: {replicaSpecs: {worker: {replicas: 1}}}", "nothing says what the workers run"),
-    ],
-)
-def test_a_job_file_that_makes_no_sense(tmp_path: Path, text: str, sentence: str):
-    from dlrover.cli.ray.job_file import read_job_file
-
-    file = tmp_path / "job.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=sentence):
-        read_job_file(str(file), (), {}, job_name="x")
-
-
-def test_a_job_file_of_an_unknown_kind(tmp_path: Path):
-    from dlrover.cli.ray.job_file import read_job_file
-
-    file = tmp_path / "job.toml"
-    file.write_text("")
-    with pytest.raises(ConfigError, match=r"must end in .json, .yaml or .yml"):
-        read_job_file(str(file), (), {}, job_name="x")
