@@ -64,6 +64,32 @@ def test_a_job_grows_shrinks_and_leaves_a_drained_machine(own_lab: RayLab, start
     lab.await_nothing_left(TRAINED_STEPS)
 
 
+def test_a_drained_machine_saves_what_no_other_has(own_lab: RayLab, start: StartJob):
+    """The model is in the memory of the first rank's node alone, and no save to a disk was asked for."""
+    lab = own_lab
+    machines = [lab.add_machine() for _ in range(2)]
+    job = start("--nodes", "1:2", script=READ_SHARDS, args=("3000", "--pace", "0.1"))
+    until(lambda: job.status().world_size == 2, job.output)
+    until(lambda: any((node.step or 0) > 10 for node in job.status().nodes), job.output)
+    [[_, pid]] = lives_of(job, 0)[-1:]
+    [machine] = [each for each in machines if lab.raylet(each) == raylet_above(pid)]
+    processes = below(actor_above(pid).pid)
+    lab.drain(machine, seconds=120)
+    until(lambda: not living(processes), lambda: f"still there: {living(processes)}", deadline=100.0)
+    until(lambda: lives_of(job, 0)[-1][1] != pid, job.output)
+    assert lives_of(job, 0)[-1][0] > 10, "the next life goes on from what the node saved when it left"
+    assert job.wait() == 0, job.output()
+    model = torch.load(job.folder / "model.pt")["model"]
+    assert model.eq(1).all(), "each record is consumed exactly once"
+    lab.await_nothing_left(READ_SHARDS)
+
+
+def lives_of(job: RunningRayJob, rank: int) -> list[tuple[int, int]]:
+    """First step and pid of each life of a rank."""
+    lines = (job.folder / f"lives-{rank}").read_text().splitlines()
+    return [(int(step), int(pid)) for step, pid in (line.split() for line in lines)]
+
+
 def test_the_machine_of_the_host_dies_and_no_worker_notices(own_lab: RayLab, start: StartJob):
     lab = own_lab
     home = lab.add_machine(num_cpus=0)
@@ -128,4 +154,7 @@ def test_a_machine_that_is_silent_for_90_s_and_comes_back_changes_nothing(own_la
     assert job.wait(600) == 0, job.output()
     model = torch.load(job.folder / "model.pt")["model"]
     assert model.eq(1).all(), "each record is consumed exactly once"
+    for path in job.folder.glob("rounds-*"):
+        rounds = path.read_text().split()
+        assert len(rounds) == len(set(rounds)), f"{path.name}: two workers of one rank in one world: {rounds}"
     lab.await_nothing_left(READ_SHARDS)
