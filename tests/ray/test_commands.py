@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import ray
 
-from dlrover.cli.ray.messages import HOST
+from dlrover.cli.ray.driver import SubmittedJob
+from dlrover.cli.ray.host import RayHost
+from dlrover.cli.ray.messages import HOST, RayJobPlan
 from dlrover.platforms.ray.access import namespace_of
+from dlrover.platforms.ray.starter import RayNodes
+from dlrover.platforms.ray.store import JobStore, Registered, Registry
 from dlrover.unified import RayJob
 from tests.ray.jobs import TRAINED_STEPS, run_dlrover
 from tests.ray.lab import RayLab, until
@@ -154,3 +159,26 @@ def test_a_job_whose_host_was_lost_for_good_is_cleaned_up(lab: RayLab, tmp_path:
     cleaned = run_dlrover("ray", "clean", "--address", lab.address)
     assert "removed: job orphan" in cleaned.stdout, cleaned
     lab.await_nothing_left(TRAINED_STEPS)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_host_whose_driver_died_before_the_job_began_goes(lab: RayLab, is_stopped: bool):
+    """Its name is free then, and the reason is kept."""
+
+    class Host(RayHost):
+        begin_timeout = 1000.0 if is_stopped else 0.1
+
+    uid, name = "abandoned-uid", "abandoned"
+    nodes = RayNodes(job_uid=uid, job_name=name, argv=("-c", "pass"))
+    JobStore(uid).write_plan(msgspec.json.encode(RayJobPlan(job_uid=uid, job_name=name, nodes=nodes, master=None)))
+    assert Registry().add(name, Registered(job_uid=uid))
+    options = {"name": HOST, "namespace": namespace_of(uid), "lifetime": "detached", "num_cpus": 0}
+    host = ray.remote(Host).options(**options).remote(uid)
+    if is_stopped:
+        SubmittedJob(ray, name, uid).stop()
+    result = until(lambda: Registry().result(name))
+    assert result.exit_code == (143 if is_stopped else 1)
+    assert is_stopped or "The driver was gone before the job began" in result.report
+    Registry().forget_result(name)
+    lab.await_nothing_left()
+    del host

@@ -158,6 +158,16 @@ def test_ctrl_c_ends_everything(lab: RayLab, start: StartJob):
     lab.await_nothing_left(TRAINED_STEPS)
 
 
+def test_a_job_is_stopped_while_its_host_is_away(lab: RayLab, start: StartJob):
+    job = start("--nodes", "2", "--job-name", "headless")
+    job.await_steps(world_size=2)
+    os.kill(job.account().pid, signal.SIGKILL)
+    stopped = run_dlrover("ray", "stop", "headless", "--address", lab.address)
+    assert stopped.returncode == 0, stopped
+    assert job.wait() == 143, job.output()
+    lab.await_nothing_left(TRAINED_STEPS)
+
+
 STUBBORN = """
 import signal, sys, pathlib
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
