@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dlrover.cli.master_command import build_parser, reset_options_without_effect
-from dlrover.cli.ray.job_file import read_job_file
+from dlrover.cli.ray.job_file import read_job_file, run_job_file
 from dlrover.cli.ray.plan import RayRun
 from dlrover.master.config import MasterConfig
 from dlrover.protocol.errors import ConfigError
@@ -92,6 +92,13 @@ def test_workers_that_shall_keep_their_number_are_not_scaled(read):
 def test_fields_without_effect_are_named(read):
     run = read({"enableDynamicSharding": False}, {"restartTimeout": 60})
     assert run.notes == ("Without effect on Ray: spec.enableDynamicSharding, spec.replicaSpecs.worker.restartTimeout.",)
+
+
+def test_another_state_backend_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("state_backend_type", "Redis")
+    given = {"pending_timeout": None, "pending_strategy": None, "relaunches_errors": False, "scaling": master_options()}
+    with pytest.raises(ConfigError, match="state_backend_type=Redis is not supported"):
+        run_job_file("job.json", (), job_name="x", **given)
 
 
 def test_options_of_the_master_without_effect_are_named():
