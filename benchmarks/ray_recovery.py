@@ -9,7 +9,7 @@ Recovery on a Ray cluster: how long a job of two workers stands still when one i
     python benchmarks/ray_recovery.py --kills 2 --machines "" --collect ray_recovery.json
 
 A cluster of four raylets runs on this machine; each round starts each system anew and kills twice. A kill is SIGKILL to a process id: of the
-training process (`ours-worker`, `ray-train`: there it is an actor), or of the node's actor (`ours-standby`, with a warm standby, `ours-cold`
+training process (`ours-worker`, `ray-train`: there it is an actor), or of the node's actor (`ours-standby`, once the standby waits warm, `ours-cold`
 without). The clock runs from the kill to the end of the first step that nobody had done before, completed by both ranks.
 
 `ours-cold` may need 2 s beyond what nobody can save: the import of torch and the start of an empty actor, both measured in the same run.
@@ -20,6 +20,7 @@ After that, lost machines (`--machines`): see ray_machines.py.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -39,6 +40,8 @@ from figures import quietness, ratio, seconds, summarise, table, times
 from ray_machines import PARTS, SETTINGS, Samples, measure_machines, report_machines
 from rounds import measuring, run_rounds
 from timeline import EventFolder, lives, recovery
+
+from dlrover.protocol.messages.job import STANDBY, AskStatus, JobStatus
 
 KILLS_PER_JOB = 2
 STORE_BYTES = 80 << 20
@@ -83,6 +86,18 @@ class Lab:
         took = time.monotonic() - began
         self._ray.kill(actor)
         return took
+
+    def has_standby(self) -> bool:
+        """The only job has a node that waits warm."""
+        from dlrover.cli.ray.driver import find_job
+        from dlrover.platforms.ray.store import Registry
+        from dlrover.protocol.rpc.client import ask
+
+        [name] = Registry().names()
+        account = find_job(self._ray, name).account()
+        status = asyncio.run(ask(account.address, AskStatus(), token=account.token, tls=None, timeout=10.0))
+        assert isinstance(status, JobStatus)
+        return any(node.status == STANDBY for node in status.nodes)
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -180,6 +195,11 @@ def measure(system: str, lab: Lab, folder: Path, results: dict[str, list[float]]
         events = EventFolder(folder / "events")
         for number in range(KILLS_PER_JOB):
             pids = await_steady(events, process, folder)
+            if system == "ours-standby":
+                until = time.monotonic() + START_TIMEOUT
+                while not lab.has_standby():
+                    look_again(process, folder / "log", until=until, waiting_for="a standby")
+                pids = await_steady(events, process, folder)
             victim = victim_of(system, pids[(number + 1) % NUM_RANKS])
             old_pids = {event.pid for event in events.events}
             killed_at_ns = time.monotonic_ns()
