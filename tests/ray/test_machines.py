@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrover.protocol.messages.fleet import ScaleJob
 from tests.ray.jobs import SCRIPTS, TRAINED_STEPS, RunningRayJob, actor_above, below, living, raylet_above
 from tests.ray.lab import RECOMMENDED, RayLab, until
 
@@ -99,6 +100,27 @@ def test_the_machine_of_the_host_dies_and_no_worker_notices(own_lab: RayLab, sta
     kill_the_home_of_the_host(lab, job, home)
 
 
+def test_the_next_host_continues_a_journal_that_all_machines_see(own_lab: RayLab, start: StartJob, tmp_path: Path):
+    lab = own_lab
+    home = lab.add_machine(num_cpus=0)
+    for _ in range(2):
+        lab.add_machine()
+    journal = tmp_path / "journal"
+    journal.mkdir()
+    job = start("--nodes", "2", "--host-machine", home.node_id, launch=(f"--journal={journal}",))
+    job.await_steps(world_size=2)
+    job.ask(ScaleJob(1, 2))
+    before = job.status()
+    assert (before.min_nodes, before.limits_version) == (1, 1)
+
+    def after() -> None:
+        status = job.status()
+        assert (status.min_nodes, status.limits_version) == (1, 1), "only the journal knows of it"
+        assert status.master_epoch > before.master_epoch
+
+    kill_the_home_of_the_host(lab, job, home, then=after)
+
+
 @pytest.mark.chaos
 def test_the_machine_of_the_host_dies_with_the_settings_that_we_recommend(ray_dir: str, tmp_path: Path):
     """Not for a busy machine: Ray would take a slow raylet for a dead one."""
@@ -116,7 +138,9 @@ def test_the_machine_of_the_host_dies_with_the_settings_that_we_recommend(ray_di
         lab.close()
 
 
-def kill_the_home_of_the_host(lab: RayLab, job: RunningRayJob, home: object) -> None:
+def kill_the_home_of_the_host(
+    lab: RayLab, job: RunningRayJob, home: object, then: Callable[[], None] = lambda: None
+) -> None:
     job.await_steps(world_size=2)
     account, workers = job.account(), job.workers()
     assert raylet_above(account.pid) == lab.raylet(home), f"host {account.host_epoch} is not where it shall be"
@@ -126,6 +150,7 @@ def kill_the_home_of_the_host(lab: RayLab, job: RunningRayJob, home: object) -> 
     until(lambda: job.status().world_size == 2, job.output)
     job.await_steps(world_size=2)
     assert job.workers() == workers
+    then()
     job.let_end()
     assert job.wait() == 0, job.output()
     lab.await_nothing_left(TRAINED_STEPS)
