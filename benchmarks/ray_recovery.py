@@ -4,8 +4,12 @@ Recovery on a Ray cluster: how long a job of two workers stands still when one i
     python benchmarks/ray_recovery.py                          everything, 10 kills of each, about an hour
     python benchmarks/ray_recovery.py --kills 5 --systems ours-worker,ray-train --machines "" --json ray_recovery.json
 
+`--collect FILE` does it in pieces: each run adds its samples to those of the file, and reports all of them. `--kills 0` only reports.
+
+    python benchmarks/ray_recovery.py --kills 2 --machines "" --collect ray_recovery.json
+
 A cluster of four raylets runs on this machine; each round starts each system anew and kills twice. A kill is SIGKILL to a process id: of the
-training process (`ours-worker`, `ray-train`: there it is an actor), or of the node's actor (`ours-standby`, with a warm standby, `ours-cold`
+training process (`ours-worker`, `ray-train`: there it is an actor), or of the node's actor (`ours-standby`, once the standby waits warm, `ours-cold`
 without). The clock runs from the kill to the end of the first step that nobody had done before, completed by both ranks.
 
 `ours-cold` may need 2 s beyond what nobody can save: the import of torch and the start of an empty actor, both measured in the same run.
@@ -16,6 +20,7 @@ After that, lost machines (`--machines`): see ray_machines.py.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -35,6 +40,8 @@ from figures import quietness, ratio, seconds, summarise, table, times
 from ray_machines import PARTS, SETTINGS, Samples, measure_machines, report_machines
 from rounds import measuring, run_rounds
 from timeline import EventFolder, lives, recovery
+
+from dlrover.protocol.messages.job import STANDBY, AskStatus, JobStatus
 
 KILLS_PER_JOB = 2
 STORE_BYTES = 80 << 20
@@ -79,6 +86,18 @@ class Lab:
         took = time.monotonic() - began
         self._ray.kill(actor)
         return took
+
+    def has_standby(self) -> bool:
+        """The only job has a node that waits warm."""
+        from dlrover.cli.ray.driver import find_job
+        from dlrover.platforms.ray.store import Registry
+        from dlrover.protocol.rpc.client import ask
+
+        [name] = Registry().names()
+        account = find_job(self._ray, name).account()
+        status = asyncio.run(ask(account.address, AskStatus(), token=account.token, tls=None, timeout=10.0))
+        assert isinstance(status, JobStatus)
+        return any(node.status == STANDBY for node in status.nodes)
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -176,6 +195,11 @@ def measure(system: str, lab: Lab, folder: Path, results: dict[str, list[float]]
         events = EventFolder(folder / "events")
         for number in range(KILLS_PER_JOB):
             pids = await_steady(events, process, folder)
+            if system == "ours-standby":
+                until = time.monotonic() + START_TIMEOUT
+                while not lab.has_standby():
+                    look_again(process, folder / "log", until=until, waiting_for="a standby")
+                pids = await_steady(events, process, folder)
             victim = victim_of(system, pids[(number + 1) % NUM_RANKS])
             old_pids = {event.pid for event in events.events}
             killed_at_ns = time.monotonic_ns()
@@ -248,7 +272,10 @@ def main() -> None:
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--machines", default=",".join(PARTS), help="parts of ray_machines.py; empty: none")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="of Ray's health check, for --machines")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write every sample into this file")
+    parser.add_argument(
+        "--collect", type=Path, help="add the samples to those of earlier pieces in this file, and report all of them"
+    )
     args = parser.parse_args()
     machines = [name for name in args.machines.split(",") if name]
     systems = [name for name in args.systems.split(",") if name]
@@ -258,13 +285,18 @@ def main() -> None:
         parser.error(f"--machines: {', '.join(unknown)} is unknown; known are {', '.join(PARTS)}")
     if unknown := [name for name in args.settings.split(",") if name not in SETTINGS]:
         parser.error(f"--settings: {', '.join(unknown)} is unknown; known are {', '.join(SETTINGS)}")
-    results: dict[str, list[float]] = {name: [] for name in systems}
-    strangers: list[float] = []
-    actors: list[float] = []
-    imports: list[float] = []
-    lost: Samples = {}
+    known = read_samples(args.collect)
+    results, strangers, actors, imports = (
+        known["recovery"],
+        known["others_percent"],
+        known["empty_actor"],
+        known["import_torch"],
+    )
+    for name in systems:
+        results.setdefault(name, [])
+    lost: Samples = {tuple(names.split(", ")): samples for names, samples in known["machines"].items()}
     with measuring("dlrover-ray-recovery-") as folder:
-        if systems:
+        if systems and args.kills:
             lab = Lab()
             try:
 
@@ -277,7 +309,7 @@ def main() -> None:
                 run_rounds(-(-args.kills // KILLS_PER_JOB), run_round, strangers)
             finally:
                 lab.close()
-        if machines:
+        if machines and args.kills:
 
             def lose_machines(number: int) -> None:
                 for settings in args.settings.split(","):
@@ -288,8 +320,15 @@ def main() -> None:
     if lost:
         report_machines(lost)
         found["machines"] = {", ".join(names): samples for names, samples in lost.items()}
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2))
+    for path in (args.json, args.collect):
+        if path:
+            path.write_text(json.dumps(found, indent=2))
+
+
+def read_samples(path: Path | None) -> dict[str, Any]:
+    """Of earlier pieces."""
+    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    return {"recovery": {}, "empty_actor": [], "import_torch": [], "others_percent": [], "machines": {}, **known}
 
 
 if __name__ == "__main__":

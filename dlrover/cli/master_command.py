@@ -33,7 +33,7 @@ from dlrover.cli.launch.processes import SignalInbox
 from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.node_types import read_fleet
 from dlrover.cli.options.environment import Environment, read_environment
-from dlrover.cli.options.scaling_settings import add_scaling_options, scaling_of
+from dlrover.cli.options.scaling_settings import OPTION_FIELDS, add_scaling_options, scaling_of
 from dlrover.cli.options.settings import check_operators, check_plugin, watch_terms
 from dlrover.cli.options.view_settings import Watching
 from dlrover.host.console import PATIENCE, ConsoleWriter
@@ -63,6 +63,10 @@ _WITHOUT_EFFECT = (
     ("--training-elastic-mode", ("base",), "the mode of DeepSpeed's universal checkpoints is not part of this version"),
 )
 """Options of the original: name, values that ask for nothing here, and why others cannot be had."""
+_ON_RAY = (
+    "job_name", "platform", "job_spec", "node_num", "pending_timeout", "pending_fail_strategy", "relaunch_error", "namespace", *OPTION_FIELDS,
+)  # fmt: skip
+"""Fields of the options that count for a job on Ray."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,6 +103,8 @@ def reset_options_without_effect(options: argparse.Namespace) -> list[str]:
         if value.lower() not in harmless:
             notes.append(f"{name} {value} has no effect: {reason}.")
             setattr(options, field, harmless[0])
+    if options.platform == "ray":
+        notes += _reset_options_without_effect_on_ray(options)
     if options.namespace and options.platform not in CLUSTER_PLATFORMS:
         notes.append(f"--namespace {options.namespace} has no effect: --platform {options.platform} has no namespaces.")
         options.namespace = ""
@@ -108,6 +114,20 @@ def reset_options_without_effect(options: argparse.Namespace) -> list[str]:
                 name = "--" + field.replace("_", "-")
                 notes.append(f"{name} {getattr(options, field)} has no effect: this master starts no nodes.")
                 setattr(options, field, harmless_value)
+    return notes
+
+
+def _reset_options_without_effect_on_ray(options: argparse.Namespace) -> list[str]:
+    """There the job's host chooses the address and the files of the master. `--node-num` is in the job file."""
+    notes = []
+    defaults = vars(build_parser("", allow_abbrev=True).parse_args(["--job-name=x"]))
+    for field, default in defaults.items():
+        if field not in _ON_RAY and getattr(options, field) != default:
+            notes.append(
+                f"--{field.replace('_', '-')} {getattr(options, field)} has no effect: with --platform ray the job's host starts the master. "
+                "Give options of dlrover-run after `--`, before the script."
+            )
+            setattr(options, field, default)
     return notes
 
 
@@ -121,7 +141,9 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             options.command,
             job_name=options.job_name,
             pending_timeout=options.pending_timeout,
+            pending_strategy=options.pending_fail_strategy,
             relaunches_errors=_is_yes(options.relaunch_error, "--relaunch-error"),
+            scaling=options,
         )
     from dlrover.master.config import MasterConfig
 

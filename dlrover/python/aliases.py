@@ -407,7 +407,6 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 _INSIDE = "a class of the original's inside; this implementation is built differently and has no such part"
 _BRAIN = "the optimiser service for several jobs (Brain)"
 _KUBERNETES = "jobs on Kubernetes"
-_RAY = "jobs on Ray"
 _SCALING = "an optimiser of the original's master; here `--optimizer` chooses one (fitted, rules, none), and none is a class for scripts"
 _TENSORFLOW = "training with TensorFlow"
 
@@ -453,9 +452,9 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.scheduler.job": _all(_KUBERNETES, "ElasticJob JobArgs LocalJobArgs NodeArgs"),
     "dlrover.python.training_event.error_handler": _all(_INSIDE, "ErrorHandler init_error_handler"),
     "dlrover.python.util.k8s_util": _all(_INSIDE, "is_target_labels_equal"),
-    "dlrover.python.util.queue.queue": _all(_RAY, "ConcurrentQueue RayEventQueue"),
-    "dlrover.python.util.state.memory_store": _all(_RAY, "MemoryStore"),
-    "dlrover.python.util.state.stats_backend": _all(_RAY, "LocalFileStateBackend"),
-    "dlrover.python.util.state.store_mananger": _all(_RAY, "MemoryStoreManager StoreManager"),
+    "dlrover.python.util.queue.queue": _all(_INSIDE, "ConcurrentQueue RayEventQueue"),
+    "dlrover.python.util.state.memory_store": _all(_INSIDE, "MemoryStore"),
+    "dlrover.python.util.state.stats_backend": _all(_INSIDE, "LocalFileStateBackend"),
+    "dlrover.python.util.state.store_mananger": _all(_INSIDE, "MemoryStoreManager StoreManager"),
     "dlrover.trainer.util.conf_util": _all(_TENSORFLOW, "ConfigurationManagerInterface ConfigurationManagerMeta"),
 }

@@ -18,6 +18,7 @@ from dlrover.cli.ray.driver import SubmittedJob
 from dlrover.cli.ray.messages import HostAccount
 from dlrover.platforms.ray.store import Registry
 from dlrover.protocol.errors import DLRoverError
+from dlrover.protocol.messages.fleet import ScaleJob
 from dlrover.protocol.messages.job import AskStatus, JobStatus
 from dlrover.protocol.rpc.client import ask
 from tests.ray.lab import RayLab, until
@@ -50,9 +51,12 @@ class RunningRayJob:
         args: tuple[str, ...] = (),
         has_folder: bool = True,
         folder_option: str = "",
+        launch: tuple[str, ...] = (),
     ) -> None:
+        """`launch`: options of dlrover-run."""
         self.lab = lab
         self.folder = folder
+        self.script = script
         self._log = (folder / "driver.log").open("wb")
         environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         self.process = subprocess.Popen(
@@ -63,6 +67,7 @@ class RunningRayJob:
                 lab.address,
                 *options,
                 "--",
+                *launch,
                 script,
                 *([folder_option] if folder_option else []),
                 *([str(folder)] if has_folder else []),
@@ -111,14 +116,18 @@ class RunningRayJob:
 
     def status(self) -> JobStatus:
         def look() -> JobStatus | None:
-            account = self.account()
             with contextlib.suppress(DLRoverError):
-                reply = asyncio.run(ask(account.address, AskStatus(), token=account.token, tls=None, timeout=5.0))
+                reply = self.ask(AskStatus())
                 assert isinstance(reply, JobStatus)
                 return reply
             return None
 
         return until(look, self.output)
+
+    def ask(self, request: AskStatus | ScaleJob) -> object:
+        """Of the master. Raises `DLRoverError`."""
+        account = self.account()
+        return asyncio.run(ask(account.address, request, token=account.token, tls=None, timeout=5.0))
 
     def steps(self) -> list[Step]:
         found = []

@@ -7,12 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import ray
 
-from dlrover.cli.ray.messages import HOST
+from dlrover.cli.ray.driver import SubmittedJob
+from dlrover.cli.ray.host import RayHost
+from dlrover.cli.ray.messages import HOST, RayJobPlan
 from dlrover.platforms.ray.access import namespace_of
-from dlrover.protocol.errors import ConfigError
+from dlrover.platforms.ray.starter import RayNodes
+from dlrover.platforms.ray.store import JobStore, Registered, Registry
 from dlrover.unified import RayJob
 from tests.ray.jobs import TRAINED_STEPS, run_dlrover
 from tests.ray.lab import RayLab, until
@@ -157,33 +161,24 @@ def test_a_job_whose_host_was_lost_for_good_is_cleaned_up(lab: RayLab, tmp_path:
     lab.await_nothing_left(TRAINED_STEPS)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (
-            "spec: {replicaSpecs: {ps: {replicas: 1}, worker: {replicas: 1}}}",
-            "replicas of type ps do not run on Ray yet",
-        ),
-        ("spec: {replicaSpecs: {}}", "names no nodes"),
-        ("kind: ElasticJob", "no `spec`"),
-        ("spec: {replicaSpecs: {worker: {replicas: many}}}", "must be a whole number"),
-        ("spec: {replicaSpecs: {worker: {replicas: 1, colour: red}}}", "colour is unknown"),
-        ("spec: {replicaSpecs: {worker: {replicas: 1}}}", "nothing says what the workers run"),
-    ],
-)
-def test_a_job_file_that_makes_no_sense(tmp_path: Path, text: str, sentence: str):
-    from dlrover.cli.ray.job_file import read_job_file
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_host_whose_driver_died_before_the_job_began_goes(lab: RayLab, is_stopped: bool):
+    """Its name is free then, and the reason is kept."""
 
-    file = tmp_path / "job.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=sentence):
-        read_job_file(str(file), (), {}, job_name="x")
+    class Host(RayHost):
+        begin_timeout = 1000.0 if is_stopped else 0.1
 
-
-def test_a_job_file_of_an_unknown_kind(tmp_path: Path):
-    from dlrover.cli.ray.job_file import read_job_file
-
-    file = tmp_path / "job.toml"
-    file.write_text("")
-    with pytest.raises(ConfigError, match=r"must end in .json, .yaml or .yml"):
-        read_job_file(str(file), (), {}, job_name="x")
+    uid, name = "abandoned-uid", "abandoned"
+    nodes = RayNodes(job_uid=uid, job_name=name, argv=("-c", "pass"))
+    JobStore(uid).write_plan(msgspec.json.encode(RayJobPlan(job_uid=uid, job_name=name, nodes=nodes, master=None)))
+    assert Registry().add(name, Registered(job_uid=uid))
+    options = {"name": HOST, "namespace": namespace_of(uid), "lifetime": "detached", "num_cpus": 0}
+    host = ray.remote(Host).options(**options).remote(uid)
+    if is_stopped:
+        SubmittedJob(ray, name, uid).stop()
+    result = until(lambda: Registry().result(name))
+    assert result.exit_code == (143 if is_stopped else 1)
+    assert is_stopped or "The driver was gone before the job began" in result.report
+    Registry().forget_result(name)
+    lab.await_nothing_left()
+    del host

@@ -158,6 +158,36 @@ def test_ctrl_c_ends_everything(lab: RayLab, start: StartJob):
     lab.await_nothing_left(TRAINED_STEPS)
 
 
+def test_a_job_is_stopped_while_its_host_is_away(lab: RayLab, start: StartJob):
+    job = start("--nodes", "2", "--job-name", "headless")
+    job.await_steps(world_size=2)
+    os.kill(job.account().pid, signal.SIGKILL)
+    stopped = run_dlrover("ray", "stop", "headless", "--address", lab.address)
+    assert stopped.returncode == 0, stopped
+    assert job.wait() == 143, job.output()
+    lab.await_nothing_left(TRAINED_STEPS)
+
+
+STUBBORN = """
+import signal, sys, pathlib
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], "deaf").touch()
+while True:
+    signal.pause()
+"""
+
+
+def test_ctrl_c_ends_workers_that_ignore_it_when_their_time_is_up(lab: RayLab, start: StartJob, tmp_path: Path):
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    job = start(script=str(script), launch=("--shutdown-timeout=1",))
+    until(lambda: (job.folder / "deaf").exists(), job.output)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130, job.output()
+    lab.await_nothing_left(str(script))
+
+
 def test_a_job_that_ends_well_leaves_nothing(lab: RayLab, start: StartJob):
     job = start("--nodes", "2")
     job.await_steps(world_size=2)

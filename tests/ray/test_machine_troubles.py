@@ -1,7 +1,8 @@
-"""Machines that are low on memory or lack the code: each is said in a sentence."""
+"""Machines that are low on memory, lack the code or are pods with few ports."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import ray
 
 from tests.ray.jobs import TRAINED_STEPS, RunningRayJob, run_dlrover
-from tests.ray.lab import RayLab, until
+from tests.ray.lab import RayLab, free_port, until
 
 ABSENT = """
 import sys
@@ -62,3 +63,42 @@ def test_a_node_that_ray_kills_for_its_memory_counts_as_out_of_memory(
         lab.await_nothing_left(TRAINED_STEPS)
     finally:
         job.close()
+
+
+def test_a_host_that_cannot_serve_says_why(lab: RayLab, add_machine: Callable[..., Any]):
+    machine = add_machine(num_cpus=0, env_vars={"HOST_PORTS": "many"})
+    options = ("--address", lab.address, "--host-machine", machine.node_id)
+    ended = run_dlrover("ray", "run", *options, "--", TRAINED_STEPS, "/nowhere")
+    assert ended.returncode == 23, ended
+    assert "The job cannot be hosted on" in ended.stderr
+    assert "HOST_PORTS=many must be a comma-separated list of ports" in ended.stderr
+    lab.await_nothing_left(TRAINED_STEPS)
+
+
+SHOW = (
+    "import json, os, pathlib, sys; pathlib.Path(sys.argv[1], 'environ.json').write_text(json.dumps(dict(os.environ)))"
+)
+
+
+def test_a_node_knows_its_place_and_keeps_to_the_ports_of_its_pod(
+    lab: RayLab, add_machine: Callable[..., Any], tmp_path: Path
+):
+    ports = [free_port() for _ in range(5)]
+    pod = {"HOST_PORTS": ",".join(map(str, ports)), "POD_IP": "127.0.0.1"}
+    machine = add_machine(resources={"pod": 1}, env_vars=pod)
+    script = tmp_path / "show.py"
+    script.write_text(SHOW)
+    options = ("--resource", "pod=1", "--host-machine", machine.node_id, "--job-name", "podded")
+    job = RunningRayJob(lab, tmp_path, *options, script=str(script))
+    try:
+        assert job.wait() == 0, job.output()
+    finally:
+        job.close()
+    found = json.loads((tmp_path / "environ.json").read_text())
+    for name in ("NODE", "WORKER"):
+        assert [found[f"{name}_{what}"] for what in ("TYPE", "ID", "RANK", "NUM")] == ["worker", "0", "0", "1"]
+    assert found["ELASTIC_JOB_NAME"] == "podded"
+    assert found["JOB_UID"]
+    assert found["POD_IP"] == "127.0.0.1"
+    assert int(found["DLROVER_MASTER_ADDR"].rpartition(":")[2]) in ports
+    assert int(found["MASTER_PORT"]) in ports

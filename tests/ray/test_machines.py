@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlrover.protocol.messages.fleet import ScaleJob
 from tests.ray.jobs import SCRIPTS, TRAINED_STEPS, RunningRayJob, actor_above, below, living, raylet_above
 from tests.ray.lab import RECOMMENDED, RayLab, until
 
@@ -64,6 +65,32 @@ def test_a_job_grows_shrinks_and_leaves_a_drained_machine(own_lab: RayLab, start
     lab.await_nothing_left(TRAINED_STEPS)
 
 
+def test_a_drained_machine_saves_what_no_other_has(own_lab: RayLab, start: StartJob):
+    """The model is in the memory of the first rank's node alone, and no save to a disk was asked for."""
+    lab = own_lab
+    machines = [lab.add_machine() for _ in range(2)]
+    job = start("--nodes", "1:2", script=READ_SHARDS, args=("3000", "--pace", "0.1"))
+    until(lambda: job.status().world_size == 2, job.output)
+    until(lambda: any((node.step or 0) > 10 for node in job.status().nodes), job.output)
+    [[_, pid]] = lives_of(job, 0)[-1:]
+    [machine] = [each for each in machines if lab.raylet(each) == raylet_above(pid)]
+    processes = below(actor_above(pid).pid)
+    lab.drain(machine, seconds=120)
+    until(lambda: not living(processes), lambda: f"still there: {living(processes)}", deadline=100.0)
+    until(lambda: lives_of(job, 0)[-1][1] != pid, job.output)
+    assert lives_of(job, 0)[-1][0] > 10, "the next life goes on from what the node saved when it left"
+    assert job.wait() == 0, job.output()
+    model = torch.load(job.folder / "model.pt")["model"]
+    assert model.eq(1).all(), "each record is consumed exactly once"
+    lab.await_nothing_left(READ_SHARDS)
+
+
+def lives_of(job: RunningRayJob, rank: int) -> list[tuple[int, int]]:
+    """First step and pid of each life of a rank."""
+    lines = (job.folder / f"lives-{rank}").read_text().splitlines()
+    return [(int(step), int(pid)) for step, pid in (line.split() for line in lines)]
+
+
 def test_the_machine_of_the_host_dies_and_no_worker_notices(own_lab: RayLab, start: StartJob):
     lab = own_lab
     home = lab.add_machine(num_cpus=0)
@@ -71,6 +98,27 @@ def test_the_machine_of_the_host_dies_and_no_worker_notices(own_lab: RayLab, sta
         lab.add_machine()
     job = start("--nodes", "2", "--host-machine", home.node_id)
     kill_the_home_of_the_host(lab, job, home)
+
+
+def test_the_next_host_continues_a_journal_that_all_machines_see(own_lab: RayLab, start: StartJob, tmp_path: Path):
+    lab = own_lab
+    home = lab.add_machine(num_cpus=0)
+    for _ in range(2):
+        lab.add_machine()
+    journal = tmp_path / "journal"
+    journal.mkdir()
+    job = start("--nodes", "2", "--host-machine", home.node_id, launch=(f"--journal={journal}",))
+    job.await_steps(world_size=2)
+    job.ask(ScaleJob(1, 2))
+    before = job.status()
+    assert (before.min_nodes, before.limits_version) == (1, 1)
+
+    def after() -> None:
+        status = job.status()
+        assert (status.min_nodes, status.limits_version) == (1, 1), "only the journal knows of it"
+        assert status.master_epoch > before.master_epoch
+
+    kill_the_home_of_the_host(lab, job, home, then=after)
 
 
 @pytest.mark.chaos
@@ -90,7 +138,9 @@ def test_the_machine_of_the_host_dies_with_the_settings_that_we_recommend(ray_di
         lab.close()
 
 
-def kill_the_home_of_the_host(lab: RayLab, job: RunningRayJob, home: object) -> None:
+def kill_the_home_of_the_host(
+    lab: RayLab, job: RunningRayJob, home: object, then: Callable[[], None] = lambda: None
+) -> None:
     job.await_steps(world_size=2)
     account, workers = job.account(), job.workers()
     assert raylet_above(account.pid) == lab.raylet(home), f"host {account.host_epoch} is not where it shall be"
@@ -100,6 +150,7 @@ def kill_the_home_of_the_host(lab: RayLab, job: RunningRayJob, home: object) -> 
     until(lambda: job.status().world_size == 2, job.output)
     job.await_steps(world_size=2)
     assert job.workers() == workers
+    then()
     job.let_end()
     assert job.wait() == 0, job.output()
     lab.await_nothing_left(TRAINED_STEPS)
@@ -128,4 +179,7 @@ def test_a_machine_that_is_silent_for_90_s_and_comes_back_changes_nothing(own_la
     assert job.wait(600) == 0, job.output()
     model = torch.load(job.folder / "model.pt")["model"]
     assert model.eq(1).all(), "each record is consumed exactly once"
+    for path in job.folder.glob("rounds-*"):
+        rounds = path.read_text().split()
+        assert len(rounds) == len(set(rounds)), f"{path.name}: two workers of one rank in one world: {rounds}"
     lab.await_nothing_left(READ_SHARDS)

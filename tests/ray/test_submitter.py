@@ -1,8 +1,10 @@
-"""`RayJobSubmitter`: scripts of the original hand a command to the job server of a real Ray."""
+"""The web server of a real Ray's head: `RayJobSubmitter` hands it commands, as in scripts of the original, and its pages show no secret."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,17 +12,38 @@ import pytest
 
 from dlrover.client.platform.ray.ray_job_submitter import RayJobSubmitter
 from dlrover.protocol.errors import ConfigError
+from tests.ray.jobs import RunningRayJob
 from tests.ray.lab import RayLab, free_port, until
+
+PAGES = (
+    "api/jobs/",
+    "api/v0/actors?detail=1",
+    "api/v0/jobs?detail=1",
+    "api/v0/objects?detail=1",
+    "api/v0/runtime_envs?detail=1",
+    "api/v0/tasks?detail=1",
+    "api/v0/workers?detail=1",
+    "logical/actors",
+    "nodes?view=details",
+    "nodes?view=summary",
+)
+"""What the dashboard is made of."""
 
 
 @pytest.fixture(scope="module")
-def job_server(ray_dir: str) -> Iterator[str]:
+def web_lab(ray_dir: str) -> Iterator[tuple[RayLab, str]]:
+    """With the address of its web server."""
     port = free_port()
     lab = RayLab(ray_dir, head_cpus=2, include_dashboard=True, dashboard_host="127.0.0.1", dashboard_port=port)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield lab, f"http://127.0.0.1:{port}"
     finally:
         lab.close()
+
+
+@pytest.fixture(scope="module")
+def job_server(web_lab: tuple[RayLab, str]) -> str:
+    return web_lab[1]
 
 
 def submitter(folder: Path, url: str, command: str, more: str = "") -> RayJobSubmitter:
@@ -43,6 +66,47 @@ def test_a_command_runs_in_its_working_directory_and_its_end_is_told(job_server:
     assert job.status(job_id) == "SUCCEEDED"
     assert "green" in asyncio.run(lines_of(job, job_id))
     assert job_id in [known.submission_id for known in job.list()]
+
+
+def test_a_whole_job_runs_below_a_submitted_command(web_lab: tuple[RayLab, str], tmp_path: Path):
+    lab, url = web_lab
+    script = tmp_path / "says.py"
+    script.write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    job = submitter(tmp_path, url, f"{sys.executable} -P -m dlrover.cli.main ray run --nodes 2 --cpus 0.5 -- {script}")
+    job_id = until(job.submit)
+    assert job.wait_until_finish(job_id, timeout=240) == "SUCCEEDED", asyncio.run(lines_of(job, job_id))
+    lines = asyncio.run(lines_of(job, job_id))
+    assert "rank 0 of 2" in lines
+    assert "rank 1 of 2" in lines
+    lab.await_nothing_left(str(script))
+
+
+def test_no_secret_is_on_the_dashboard(web_lab: tuple[RayLab, str], tmp_path: Path):
+    lab, url = web_lab
+    job = RunningRayJob(lab, tmp_path, "--env", "API_KEY=verysecretvalue")
+    try:
+        job.await_steps(world_size=1)
+        token = job.account().token
+
+        def look() -> dict[str, str] | None:
+            """All pages, once the calls that carry secrets are among the tasks."""
+            shown = {page: fetch(f"{url}/{page}") for page in PAGES}
+            tasks = shown["api/v0/tasks?detail=1"]
+            return shown if "RayHost.begin" in tasks and "LauncherActor.run" in tasks else None
+
+        shown = until(look)
+        assert "node-0" in shown["logical/actors"]
+        assert [page for page, text in shown.items() if token in text or "verysecretvalue" in text] == []
+        job.let_end()
+        assert job.wait() == 0, job.output()
+        lab.await_nothing_left()
+    finally:
+        job.close()
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as reply:
+        return str(reply.read().decode(errors="replace"))
 
 
 def test_a_command_that_fails_is_told_as_failed(job_server: str, tmp_path: Path):

@@ -79,8 +79,15 @@ def check_command(command: Sequence[str], program: str) -> None:
             raise ConfigError(f"{option} after `{program}`: each node is told that by the job. {advice}")
 
 
-def take_master_port(host: str) -> MasterPort:
-    """A free port with the claim on it, so that no node takes it for its own to host a master at."""
+def take_master_port(host: str, host_ports: Sequence[int] = ()) -> MasterPort:
+    """
+    A free port with the claim on it, so that no node takes it for its own to host a master at.
+
+    `host_ports`: HOST_PORTS, of which the first free one is taken, because other machines can reach it; else any.
+    """
+    for choice in host_ports:
+        with contextlib.suppress(OSError):
+            return MasterPort(host, choice)
     for _ in range(_NUM_PORT_CHOICES):
         trial = MasterPort(host, 0)
         trial.close()

@@ -39,6 +39,10 @@ OPTIMIZE_MODES = {
 """`optimizeMode` of a job file, with the published misspellings."""
 
 
+OPTION_FIELDS = ("auto_scale", "scale_for", "nodes_start", "optimizer", "ignore_room", "tuner")
+"""Of the namespace that `add_scaling_options` fills."""
+
+
 class Setting(NamedTuple):
     """A key of the original."""
 

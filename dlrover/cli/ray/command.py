@@ -19,7 +19,7 @@ import typer
 from dlrover.cli.console import say_block
 from dlrover.cli.tables import echo, table_console
 from dlrover.host.plain_text import printable
-from dlrover.protocol.errors import ConfigError, DLRoverError, JobError
+from dlrover.protocol.errors import ConfigError, DLRoverError, JobError, Unavailable
 
 if TYPE_CHECKING:
     from dlrover.cli.ray.driver import SubmittedJob
@@ -197,9 +197,17 @@ def _follow(job: SubmittedJob, *, stops_job: bool) -> int:
 async def _show(job: SubmittedJob, *, stops_job: bool) -> JobOver | None:
     """None: the person has left, and the job goes on."""
     from dlrover.cli.local.display import Display
+    from dlrover.cli.ray.driver import take_result
+    from dlrover.cli.ray.messages import JobOver
     from dlrover.host.console import PATIENCE
 
-    account = await asyncio.to_thread(job.account)
+    try:
+        account = await asyncio.to_thread(job.account)
+    except Unavailable:
+        # It could not even begin, and is gone.
+        if (result := take_result(job.name)) is None:
+            raise
+        return JobOver(result.exit_code, result.report)
     is_terminal = sys.stderr.isatty() and sys.stdout.isatty()
     display = Display(account.address, account.token, tls=account.tls, is_terminal=is_terminal, prefix=PREFIX)
     left = asyncio.Event()
@@ -264,7 +272,6 @@ def _print(news: HostNews) -> None:
 
 def _state_of(ray: Any, name: str) -> tuple[str, str]:
     from dlrover.cli.ray.driver import find_job
-    from dlrover.protocol.errors import Unavailable
 
     try:
         account = find_job(ray, name).account(timeout=5.0)

@@ -57,9 +57,17 @@ class SubmittedJob:
             raise Unavailable(f"the host of job {self.name} does not answer: {type(error).__name__}") from error
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError, Unavailable):  # it ended before it could answer
-            actor = self._actor()
-            self._ray.get(actor.stop.remote(number), timeout=CALL_TIMEOUT)
+        """Until the host has heard of it, which may be about to be started again. Raises `Unavailable` if it stays away."""
+        deadline = time.monotonic() + AWAY
+        while not self._is_over():
+            try:
+                actor = self._actor()
+                self._ray.get(actor.stop.remote(number), timeout=CALL_TIMEOUT)
+                return
+            except (self._ray.exceptions.RayError, Unavailable) as error:
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"the host of job {self.name} does not answer: {type(error).__name__}") from error
+                time.sleep(FIRST_PAUSE)
 
     async def follow(self, show: Callable[[HostNews], None], *, is_following: bool = True) -> JobOver | None:
         """
@@ -80,7 +88,7 @@ class SubmittedJob:
                     return JobOver(result.exit_code, result.report)
                 now = time.monotonic()
                 missed_since = now if missed_since is None else missed_since
-                if now - missed_since > AWAY or (self._is_gone() and self._is_forgotten()):
+                if now - missed_since > AWAY or self._is_over():
                     raise JobError(f"The host of job {self.name} is gone: {type(error).__name__}.") from error
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(LONGEST_PAUSE, 2 * pause)
@@ -115,6 +123,9 @@ class SubmittedJob:
         except Unavailable:
             return True
         return False
+
+    def _is_over(self) -> bool:
+        return self._is_gone() and self._is_forgotten()
 
     def _is_forgotten(self) -> bool:
         known = Registry().find(self.name)

@@ -39,6 +39,7 @@ from dlrover.platforms.ray.recovery import find_secrets
 from dlrover.platforms.ray.starter import RayStarter
 from dlrover.platforms.ray.store import JobResult, JobStore, Registry
 from dlrover.protocol.addresses import Address
+from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.job import JobEnd
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class RayHost:
     """Made with the id of the job alone: Ray keeps a constructor's arguments."""
 
     node_class: type[NodeActor] = LauncherActor
+    begin_timeout = 60.0
+    """Seconds for the driver to tell the secrets. If it was killed meanwhile, there is no job."""
 
     def __init__(self, job_uid: str) -> None:
         import ray
@@ -80,12 +83,16 @@ class RayHost:
         self._stopped_by: int | None = None
         self._end: JobEnd | None = None
         self._exit_code = EXIT_FAILED
+        self._why = ""
+        """A sentence about an end that the master did not decide."""
         self._is_over = asyncio.Event()
         self._is_serving = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         on_raylet_end(self._vanish)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._tasks.append(asyncio.ensure_future(self._live(None)))
+        else:
+            asyncio.get_running_loop().call_later(self.begin_timeout, self._abandon)
 
     # What drivers ask for.
 
@@ -131,6 +138,7 @@ class RayHost:
                 self._tasks.append(asyncio.ensure_future(self._host.stop(grace=0.0)))
             return
         self._stopped_by = number
+        self._abandon()
         if self._master is None or self._plan is None or not self._master.end_job(128 + number):
             self._conclude(128 + number)
             return
@@ -145,8 +153,8 @@ class RayHost:
                 await self._is_over.wait()
         except Exception as error:  # the edge of a task: drivers have to hear of it, and the nodes have to end
             log.exception("the host failed job=%s", self._job_uid)
-            self._bulletin.say(f"the job cannot be hosted: {type(error).__name__}: {error}")
-            self._conclude(EXIT_MASTER_LOST)
+            what = "" if isinstance(error, DLRoverError) else f"{type(error).__name__}: "
+            self._conclude(EXIT_MASTER_LOST, f"The job cannot be hosted on {_own_address()}: {what}{error}")
         await self._finish()
 
     async def _begin(self, secrets: JobSecrets | None) -> bool:
@@ -158,19 +166,18 @@ class RayHost:
         if secrets is None:
             secrets = await find_secrets(self._job_uid, self._store, self._epoch)
             if secrets is None and plan.has_variables:
-                self._bulletin.say(
-                    "the job's host died while no node ran. The variables of --env were with it. Start the job again."
+                self._conclude(
+                    EXIT_MASTER_LOST,
+                    "The job's host died while no node ran. The variables of --env were with it. Start the job again.",
                 )
-                self._conclude(EXIT_MASTER_LOST)
                 return True
         self._secrets = secrets if secrets is not None and secrets.token else JobSecrets(token=os.urandom(24).hex())
         if secrets is not None:
             self._secrets = msgspec.structs.replace(self._secrets, environ=secrets.environ)
-        self._directory = directory = NodeDirectory(
-            user_root(read_environment(os.environ)), plan.job_name, new_launch()
-        )
+        environment = read_environment(os.environ)
+        self._directory = directory = NodeDirectory(user_root(environment), plan.job_name, new_launch())
         self._files = ActorDirectory(f"h-{self._job_uid}", is_shared=True)
-        self._port = take_master_port(_own_address())
+        self._port = take_master_port(_own_address(), environment.host_ports)
         self._address = Address(_own_address(), self._port.port)
         await self._open(plan, directory)
         self._is_serving.set()
@@ -260,14 +267,20 @@ class RayHost:
             self._conclude(exit_code_of(end, is_of_worker=is_of_worker, stopped_by=self._stopped_by))
 
     def _on_fatal(self, sentence: str) -> None:
-        if not self._is_over.is_set():
-            self._bulletin.say(sentence)
-            self._conclude(EXIT_USAGE)
+        self._conclude(EXIT_USAGE, sentence)
 
-    def _conclude(self, exit_code: int) -> None:
+    def _conclude(self, exit_code: int, why: str = "") -> None:
         if not self._is_over.is_set():
-            self._exit_code = exit_code
+            self._exit_code, self._why = exit_code, why
             self._is_over.set()
+
+    def _abandon(self) -> None:
+        """Nothing began yet, and nothing will."""
+        if not self._tasks:
+            data = self._store.read_plan()
+            self._plan = None if data is None else PLAN.decode(data)
+            self._why = "The driver was gone before the job began."
+            self._tasks.append(asyncio.ensure_future(self._finish()))
 
     async def _finish(self) -> None:
         import ray
@@ -280,7 +293,7 @@ class RayHost:
             await _wait_child(pid, MASTER_TIMEOUT)
         if self._host is not None:
             await self._host.close()
-        report = ""
+        report = f"dlrover ray: {self._why}\n" if self._why else ""
         if self._plan is not None and self._end is not None and self._end.exit_code and self._exit_code:
             report = failure_report(self._plan.job_name, result_of(self._end))
         for left in (self._port.close if self._port else None, self._directory and self._directory.remove):

@@ -7,6 +7,7 @@ understood so far. What they run stands in the file, or follows `--` on the comm
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover.cli.options.scaling_settings import OPTIMIZE_MODES
+from dlrover.cli.options.scaling_settings import OPTIMIZE_MODES, OPTION_FIELDS
 from dlrover.cli.ray.plan import NodeSize, RayRun, build_parser, build_run
-from dlrover.platforms.kubernetes.quantities import resource_of
+from dlrover.platforms.kubernetes.job.fleet import is_true_text
+from dlrover.platforms.kubernetes.quantities import limits_of, resource_of
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 
@@ -42,9 +44,11 @@ def read_job_file(
     *,
     job_name: str,
     pending_timeout: float | None = None,
+    pending_strategy: int | None = None,
     relaunches_errors: bool = False,
+    scaling: argparse.Namespace | None = None,
 ) -> RayRun:
-    """Raises `ConfigError`."""
+    """Raises `ConfigError`. `scaling`: options of `add_scaling_options`, which count more than the file."""
     spec = _spec_of(_decode(path), path)
     replicas = spec.get("replicaSpecs")
     if not isinstance(replicas, dict) or not replicas:
@@ -76,12 +80,21 @@ def read_job_file(
             )
         },
         strategy=_strategy(spec, path),
+        limits=_limits(spec, path),
         relaunch_always=relaunches_errors or FleetSpec(replicas={}).relaunch_always,
         pending_timeout=900.0 if pending_timeout is None else pending_timeout,
+        pending_strategy=FleetSpec(replicas={}).pending_strategy if pending_strategy is None else pending_strategy,
     )
-    run = list(command) or _command_of(worker, path)
     options = build_parser().parse_args([f"--job-name={job_name}"])
-    return build_run(run, environ, size=size, options=options, fleet=fleet)
+    if scaling is not None:
+        vars(options).update({field: getattr(scaling, field) for field in OPTION_FIELDS})
+    if options.auto_scale is None:
+        options.auto_scale = OPTIMIZE_MODES[str(spec.get("optimizeMode", ""))].value
+    scaled_types = (NodeType.WORKER,) if _is_true(worker.get("autoScale", True), path) else ()
+    words = list(command) or _command_of(worker, path)
+    run = build_run(words, environ, size=size, options=options, fleet=fleet, scaled_types=scaled_types)
+    unused = _unused_fields(spec, worker)
+    return msgspec.structs.replace(run, notes=(*run.notes, unused)) if unused else run
 
 
 def run_job_file(
@@ -90,7 +103,9 @@ def run_job_file(
     *,
     job_name: str,
     pending_timeout: float | None,
+    pending_strategy: int | None,
     relaunches_errors: bool,
+    scaling: argparse.Namespace,
 ) -> int:
     """Submit the job of the file and follow it to its end. Raises `ConfigError`."""
     from dlrover.cli.ray.command import run_job
@@ -111,7 +126,9 @@ def run_job_file(
             os.environ,
             job_name=job_name,
             pending_timeout=pending_timeout,
+            pending_strategy=pending_strategy,
             relaunches_errors=relaunches_errors,
+            scaling=scaling,
         )
     )
 
@@ -161,6 +178,35 @@ def _resource(worker: Mapping[str, object], path: str) -> Resource:
         raise ConfigError(f"{path}: spec.replicaSpecs.worker.resources must be a map, such as {{cpu: 4, memory: 8Gi}}.")
     # The name of the resource says what accelerator it is; Ray calls all of them GPU.
     return msgspec.structs.replace(resource_of(wanted), gpu_type="")
+
+
+def _limits(spec: Mapping[str, object], path: str) -> Resource:
+    given = spec.get("resourceLimits") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: spec.resourceLimits must be a map, such as {{cpu: 100, memory: 512Gi, gpu: 8}}.")
+    try:
+        return limits_of(given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: spec.resourceLimits: {error}") from error
+
+
+def _unused_fields(spec: Mapping[str, object], worker: Mapping[str, object]) -> str:
+    """A sentence about fields that are given and have no effect here; empty: there is none."""
+    where = "spec.replicaSpecs.worker"
+    given = {
+        "spec.enableElasticScheduling": not spec.get("enableElasticScheduling", True),
+        "spec.enableDynamicSharding": not spec.get("enableDynamicSharding", True),
+        f"{where}.restartTimeout": bool(worker.get("restartTimeout")),
+        f"{where}.image": bool(worker.get("image")),
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    return f"Without effect on Ray: {', '.join(names)}." if names else ""
+
+
+def _is_true(value: object, path: str) -> bool:
+    if not isinstance(value, bool | str):
+        raise ConfigError(f"{path}: spec.replicaSpecs.worker.autoScale must be true or false (got {value!r}).")
+    return is_true_text(value)
 
 
 def _strategy(spec: Mapping[str, object], path: str) -> Strategy:

@@ -114,8 +114,9 @@ def build_run(
     size: NodeSize,
     options: argparse.Namespace,
     fleet: FleetSpec,
+    scaled_types: tuple[NodeType, ...] | None = None,
 ) -> RayRun:
-    """Raises `ConfigError`."""
+    """Raises `ConfigError`. `scaled_types`: that the job may change by itself; None: all that can."""
     given = passed_on(environ)
     parsed = parse([f"--nnodes={size.min_nodes}:{size.max_nodes}", f"--standby={size.standby}", *command], given)
     if parsed.immediate:
@@ -131,6 +132,8 @@ def build_run(
     name = options.job_name or settings.environment.job_name or job_names.after_script(entry).name
     node_argv = _node_argv(parsed, command, script or entry.name, size)
     extra = _resources(options.resource)
+    bounds = (size.min_nodes, size.max_nodes)
+    scaling = scaling_of(options, environ, types=scaled_types, tuner=settings.tuner, bounds=bounds)
     nodes = RayNodes(
         job_uid=job_uid,
         job_name=name,
@@ -146,12 +149,7 @@ def build_run(
         job_name=name,
         nodes=nodes,
         summary=_summary(size, demand_of(size.resource, extra)),
-        master=_master(
-            name,
-            settings,
-            fleet,
-            scaling_of(options, environ, tuner=settings.tuner, bounds=(size.min_nodes, size.max_nodes)).terms,
-        ),
+        master=_master(name, settings, fleet, scaling.terms),
         journal=settings.journal,
         has_variables=bool(variables),
         host_machine=options.host_machine,
@@ -172,7 +170,7 @@ def build_run(
         waits_for_machines=options.wait_for_machines,
         settings=settings,
         resource=size.resource,
-        notes=settings.notes,
+        notes=(*settings.notes, *scaling.notes),
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import Resource
 
@@ -55,6 +57,12 @@ def memory_mb_of(value: object) -> int:
 def accelerator_in(requests: Mapping[str, object]) -> str:
     """Name of the first accelerator; empty: there is none."""
     return next((name for name in requests if any(mark in name for mark in ACCELERATORS)), "")
+
+
+def limits_of(given: Mapping[str, object]) -> Resource:
+    """`resourceLimits` of a job: `gpu` is the original's name for accelerators of any kind. Absent: no limit of ours. Raises `ConfigError`."""
+    limits = resource_of(given)
+    return replace(limits, gpus=int(quantity(given["gpu"]))) if "gpu" in given else limits
 
 
 def resource_of(requests: Mapping[str, object]) -> Resource:

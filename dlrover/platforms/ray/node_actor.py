@@ -8,6 +8,7 @@ mark by which they are found. Ray is not imported by any of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -42,7 +43,8 @@ OUTPUT_WAIT = 1.0
 """Seconds after which a question for output is answered without any, so that the host hears of saving."""
 RAYLET_GRACE = 5.0
 """Seconds that a node has for ending when the raylet above it is gone."""
-NO_SCRIPT = 2
+TIDY_TIMEOUT = 0.5
+"""Seconds after that for what a killed launcher leaves in memory. The next start on the machine removes the rest."""
 
 
 class NodeActor:
@@ -253,6 +255,10 @@ class NodeActor:
             await process.wait(RAYLET_GRACE)
             await process.kill()
             await process.sweep_processes(0.0, self._strangers)
+            if self.order is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TIDY_TIMEOUT):
+                        await self.tidy_up(self.order, process.pid)
         self._release()
         os._exit(1)
 

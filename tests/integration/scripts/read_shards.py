@@ -5,7 +5,7 @@ Reads a dataset on demand with ranks that step together; the model counts how of
                    [--hold-at STEP]
 
 `--kill-at` kills a worker by SIGKILL right after that step was saved, once: the ranks take turns. Rank 0 leaves the model in
-FOLDER/model.pt, each life of a rank its first step in FOLDER/lives-RANK. `--resume` lets the second life of a rank go back to the checkpoint of that
+FOLDER/model.pt, each life of a rank its first step in FOLDER/lives-RANK and its round in FOLDER/rounds-RANK. `--resume` lets the second life of a rank go back to the checkpoint of that
 step by its path, once; checkpoints are waited for then. `--stop-at` leaves the rest of the data unread. After the step of `--hold-at` the
 ranks wait for FOLDER/go.
 """
@@ -50,6 +50,8 @@ state = checkpointer.load_checkpoint(resume_path) or {
 step, model = state["step"], state["model"]
 with lives.open("a") as out:
     out.write(f"{step} {os.getpid()}\n")
+with (args.folder / f"rounds-{rank}").open("a") as out:
+    out.write(f"{os.environ['DLROVER_ROUND']}\n")
 
 records: list[tuple[int, int]] = []
 is_ended = False

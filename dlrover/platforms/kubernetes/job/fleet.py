@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob, FaultyHosts, JobReplica
 from dlrover.platforms.kubernetes.job.gangs import gang_of
 from dlrover.platforms.kubernetes.pods import PodJob, PodType, requests_of
-from dlrover.platforms.kubernetes.quantities import quantity, resource_of
+from dlrover.platforms.kubernetes.quantities import limits_of, resource_of
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 
@@ -153,11 +152,8 @@ def _strategy(job: ElasticJob, replicas: dict[NodeType, ReplicaSpec]) -> Strateg
 
 
 def _limits(job: ElasticJob) -> Resource:
-    """`gpu` is the original's name for accelerators of any kind. Absent: no limit of ours."""
-    given = job.spec.resource_limits
     try:
-        limits = resource_of(given)
-        return replace(limits, gpus=int(quantity(given["gpu"]))) if "gpu" in given else limits
+        return limits_of(job.spec.resource_limits)
     except ConfigError as error:
         raise ConfigError(f"spec.resourceLimits of the job {job.metadata.name}: {error}") from error
 
