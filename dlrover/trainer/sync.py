@@ -109,3 +109,17 @@ class SyncClient:
                     return True
             if time.monotonic() >= end_at:
                 return False
+
+
+def barrier(name: str = "barrier", timeout: float = 0) -> None:
+    """
+    Wait until every worker that runs has come here; 0 seconds: however long it takes. The same name may be used again and again.
+
+    Needs no process group. Raises `TimeoutError` if not all came in time, or if the others have gone on without this worker.
+    """
+    client = SyncClient()
+    if not client.join_sync(name) or not client.wait_sync_finished(name, timeout):
+        raise TimeoutError(
+            f"barrier {name!r}: not all workers came"
+            + (f" within {timeout:g} s." if timeout else ", or they have gone on without this one.")
+        )

@@ -85,6 +85,25 @@ def launch_agent(
         return _return_values(directory.path, target)
 
 
+def launch(entrypoint: Callable[..., Any] | str, *args: Any, nnodes: str | int = 1, **config: Any) -> dict[int, Any]:
+    """
+    Run a function, or a command, on the workers of this node: `dlrover.launch(train, 1e-3, nproc_per_node=2)`.
+
+    `nnodes` is a number or "MIN:MAX"; all other names are fields of `ElasticLaunchConfig`. Gives what the function returned, by global rank. A
+    function has to be importable by the workers: define it in a module, not in a notebook's cell. Raises `ConfigError` or `JobError`.
+    """
+    low, _, high = str(nnodes).partition(":")
+    if not low.isdigit() or not (high or low).isdigit():
+        raise ConfigError(f'nnodes={nnodes!r}: give a number of nodes, or "MIN:MAX".')
+    known = {field.name for field in fields(ElasticLaunchConfig)}
+    if unknown := sorted(config.keys() - known):
+        raise ConfigError(
+            f"launch() has no option {', '.join(unknown)}. Its options are nnodes and the fields of ElasticLaunchConfig."
+        )
+    bounds = {"min_nodes": int(low), "max_nodes": int(high or low)}
+    return launch_agent(ElasticLaunchConfig(**{**bounds, **config}), entrypoint, args)
+
+
 def launch_settings(settings: Settings) -> None:
     """The same for a command line that was read already: until the end of the job, which fails by `JobError`."""
     with _call_directory(settings.environment) as directory:

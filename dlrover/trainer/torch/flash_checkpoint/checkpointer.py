@@ -55,7 +55,7 @@ class SaveResult(Struct, kw_only=True):
         return self.reason is SaveReason.SAVED
 
 
-class Checkpointer(abc.ABC):
+class FlashCheckpointer(abc.ABC):
     @abc.abstractmethod
     def save_checkpoint(
         self,
@@ -69,3 +69,7 @@ class Checkpointer(abc.ABC):
     @abc.abstractmethod
     def load_checkpoint(self, resume_path: str | os.PathLike[str] = "") -> dict[str, Any]:
         """The newest state that all ranks have; empty when there is none."""
+
+
+Checkpointer = FlashCheckpointer
+"""Its name in the original. `dlrover.Checkpointer` is another class: the one for every kind of model."""

@@ -71,6 +71,10 @@ class DdpCheckpointer(Checkpointer):
         self.checkpoint_dir, self.storage = os.fspath(checkpoint_dir), self._engine.storage
         self.cadence = SaveCadence(self._engine, checkpoint_interval, overhead_budget)
 
+    @property
+    def engine(self) -> CheckpointEngine:
+        return self._engine
+
     def save_checkpoint(
         self,
         step: int,
