@@ -114,6 +114,7 @@ def why_no_more(state: JobState) -> str:
     used = max((use.memory_mb for use in uses if use.node_type is NodeType.WORKER), default=0.0)
     seen = f"{used:.0f} MiB were the most that was measured" if used else "what it used was not measured"
     return (
-        f"A worker ran out of memory again, after all workers had got more: it had {had} MiB, and {seen}; with {scaling.memory_before} MiB one had run out of it before. "
+        f"A worker ran out of memory again, after all workers had got more: it had {had} MiB, and {seen}; "
+        f"with {scaling.memory_before} MiB one had run out of it before. "
         "Give the workers more memory, or make the model or the batch smaller."
     )
