@@ -43,7 +43,7 @@ class NodeResource:
     @classmethod
     def resource_str_to_node_resource(cls, resource: str) -> NodeResource:
         """`memory=100Mi,cpu=5,nvidia.com/gpu=1`."""
-        parts = dict(part.strip().split("=", 1) for part in resource.split(",") if "=" in part)
+        parts: dict[str, Any] = dict(part.strip().split("=", 1) for part in resource.split(",") if "=" in part)
         cpu, memory = _quantity(parts.pop("cpu", "0")), int(_quantity(parts.pop("memory", "0")) / MIB)
         gpu_type = next((name for name in parts if "gpu" in name or "npu" in name), "")
         gpu_num = int(_quantity(parts.pop(gpu_type))) if gpu_type else 0
