@@ -151,8 +151,9 @@ class Statistics:
         )
 
     def _use_of(self, id_: PlatformId, rank: int, cores: float, seconds: float) -> NodeUse:
-        """Now and then one is hotter than the others."""
-        share = 0.95 if self._chance.random() < HOT_ODDS else self._busy
+        """Now and then one is hotter than the others, as long as there are faults: each change costs the steps that do not end in time."""
+        is_calm = self._sim.events.now >= self._sim.plan.hours * 3600 * SECOND
+        share = 0.95 if not is_calm and self._chance.random() < HOT_ODDS else min(self._busy, 0.5 if is_calm else 1.0)
         return NodeUse(
             platform_node=id_,
             node_type=NodeType.PS,
