@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow bench-scaling-cost test-scaling
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -153,6 +153,12 @@ bench-monitoring: $(STAMP) ## what watching costs: a step with and without the h
 
 bench-scaling-pauses: $(STAMP) ## how long training pauses when a job grows and shrinks by a node, ten of each (about 3 minutes)
 	$(BIN)/python benchmarks/scaling_pauses.py
+
+bench-scaling-cost: $(STAMP) ## what the evidence for scaling adds to a step: 10,000 with and without, interleaved (about 1 minute)
+	$(BIN)/python benchmarks/scaling_cost.py
+
+test-scaling: $(STAMP) ## the properties of scaling with 10,000 examples and 1,000 laws each (an hour or two on two cores)
+	DLROVER_EXAMPLES=10000 DLROVER_LAWS=1000 $(BIN)/python -m pytest -n 2 --timeout 14400 tests/core/scaling/test_scaling_properties.py
 
 chaos: $(STAMP) ## slow fault tests that are not part of `make test`
 	$(BIN)/python -m pytest -m chaos tests tests/kubernetes

@@ -382,6 +382,18 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.master.monitor.throughput_monitor": _in(
         "scaling.speed_monitor", "GlobalStepRecord ThroughputMonitor"
     ),
+    "dlrover.python.common.node": _in("scaling.resources", "NodeGroupResource NodeResource"),
+    "dlrover.python.master.resource.job": {
+        **_in(
+            "scaling.resource_optimizers", "AllreduceJobResourceOptimizer JobResourceOptimizer PSJobResourceOptimizer"
+        ),
+        **_in("scaling.resources", "JobResource"),
+    },
+    "dlrover.python.master.resource.local_optimizer": _in("scaling.resource_optimizers", "PSLocalOptimizer"),
+    "dlrover.python.master.resource.optimizer": {
+        **_in("scaling.resource_optimizers", "ResourceOptimizer SimpleOptimizer"),
+        **_in("scaling.resources", "ResourceLimits ResourcePlan"),
+    },
     "dlrover.python.master.stats.job_collector": _in("scaling.job_statistics", "JobMetricCollector"),
     "dlrover.python.master.stats.reporter": _in("scaling.job_statistics", "LocalStatsReporter"),
     "dlrover.python.master.stats.training_metrics": _in(
@@ -407,7 +419,6 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 _INSIDE = "a class of the original's inside; this implementation is built differently and has no such part"
 _BRAIN = "the optimiser service for several jobs (Brain)"
 _KUBERNETES = "jobs on Kubernetes"
-_SCALING = "an optimiser of the original's master; here `--optimizer` chooses one (fitted, rules, none), and none is a class for scripts"
 _TENSORFLOW = "training with TensorFlow"
 
 
@@ -421,7 +432,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.common.comm": _all(_INSIDE, "build_grpc_channel grpc_server_ready"),
     "dlrover.python.common.event.context": _all(_INSIDE, "JobEventContext StepEvents"),
     "dlrover.python.common.event.train_event": _all(_INSIDE, "TrainEvent TrainEventName TrainEventState"),
-    "dlrover.python.common.node": _all(_KUBERNETES, "Node NodeEvent NodeGroupResource NodeResource"),
+    "dlrover.python.common.node": _all(_KUBERNETES, "Node NodeEvent"),
     "dlrover.python.common.resource": _all(_INSIDE, "Resource"),
     "dlrover.python.common.serialize": _all(_INSIDE, "PickleSerializable"),
     "dlrover.python.diagnosis.common.constants": _all(_INSIDE, "InferenceConfigKey JobHangPolicy JobHangWatermark"),
@@ -441,11 +452,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "ElasticTrainingAgent MasterRendezvousHandler NetworkCheckElasticAgent NodeCheckElasticAgent "
         "RendezvousOutSyncError",
     ),
-    "dlrover.python.master.resource.job": _all(
-        _SCALING, "AllreduceJobResourceOptimizer JobResource JobResourceOptimizer PSJobResourceOptimizer"
-    ),
-    "dlrover.python.master.resource.local_optimizer": _all(_SCALING, "PSLocalOptimizer"),
-    "dlrover.python.master.resource.optimizer": _all(_SCALING, "ResourceOptimizer ResourcePlan SimpleOptimizer"),
     "dlrover.python.master.shard.dataset_splitter": _all(
         _INSIDE, "DatasetSplitter StreamingDatasetSplitter TableDatasetSplitter TextDatasetSplitter"
     ),

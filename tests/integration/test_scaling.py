@@ -28,6 +28,7 @@ from tests.integration.jobs import SCRIPTS, JobFactory, Launched, wait_until
 
 JOB = "scaling-test"
 SCRIPT = SCRIPTS / "law_steps.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/scaling/train.py"
 SHORT = {
     "DLROVER_SECONDS_FOR_STABLE_WORKER_COUNT": "4",
     "DLROVER_GLOBAL_STEP_COUNT_TO_AUTO_WORKER": "20",
@@ -48,7 +49,16 @@ def same_temporary_directory(jobs: JobFactory, monkeypatch: pytest.MonkeyPatch) 
 
 
 class ScaledJob:
-    def __init__(self, jobs: JobFactory, folder: Path, *options: str, law: str, environ: dict[str, str]) -> None:
+    def __init__(
+        self,
+        jobs: JobFactory,
+        folder: Path,
+        *options: str,
+        law: str = "",
+        script: tuple[str, ...] = (),
+        environ: dict[str, str],
+    ) -> None:
+        """`law`: of the script without torch; `script`: another one, with its arguments."""
         self.jobs, self.folder = jobs, folder
         self.journal = folder / "journal"
         argv = [sys.executable, "-m", "dlrover.cli.main", "local", f"--job-name={JOB}", "--netns=off", *options]
@@ -60,7 +70,7 @@ class ScaledJob:
             "--shutdown-timeout=5",
             f"--journal={self.journal}",
         ]
-        argv += [str(SCRIPT), str(folder), *law.split()]
+        argv += script or (str(SCRIPT), str(folder), *law.split())
         self.host = Launched(argv, jobs.env(**environ), folder, f"local-{len(jobs.launched)}")
         jobs.launched.append(self.host)
 
@@ -164,6 +174,40 @@ def test_a_job_that_is_best_at_two_nodes_tries_three_and_takes_it_back(jobs: Job
     ]
     assert runs
     assert all(len(msgspec.msgpack.encode(run)) <= 2048 for run in runs)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(("law", "best", "num_back"), [((), 4, 0), (("--knee=2", "--knee-factor=2.5"), 2, 1)])
+def test_a_ddp_job_reaches_its_best_size_in_five_minutes_and_rests(
+    jobs: JobFactory, tmp_path: Path, law: tuple[str, ...], best: int, num_back: int
+) -> None:
+    """Line 2 of the issue with the times of a usual job, and real DistributedDataParallel."""
+    script = (str(EXAMPLE), f"--end-file={tmp_path / 'stop'}", *law)
+    environ = {"SCALING_CHECKPOINTS": str(tmp_path)}
+    job = ScaledJob(jobs, tmp_path, "--nodes=1:4", "--auto-scale=on", script=script, environ=environ)
+    job.until(lambda status: status.target)
+    began_at = time.monotonic()
+    reached = job.until(
+        lambda status: status.target == best and status.num_outcomes.get(ScaleOutcome.TAKEN_BACK, 0) == num_back
+    )
+    print(f"\n{best} nodes after {time.monotonic() - began_at:.0f} s; {reached.sentence}")
+    job.until(lambda status: not status.on_probation and status.target == best)
+    before = moves_of(job.until(lambda status: True))
+    rests_until = time.monotonic() + 120
+    while time.monotonic() < rests_until:
+        time.sleep(2)  # that nothing happens has no event
+        status = job.until(lambda status: True)
+        assert status.target == best, status.sentence
+    assert moves_of(status) == before <= 8
+    if num_back:
+        text = job.command("scale", "--why")
+        assert "records/s before" in text or "steps/s before" in text, text
+    job.finish()
+
+
+def moves_of(status: ScalingStatus) -> int:
+    return sum(status.num_outcomes.get(each, 0) for each in (ScaleOutcome.PLANNED, ScaleOutcome.TAKEN_BACK))
 
 
 def test_room_that_shrinks_is_an_order_and_the_minimum_holds(jobs: JobFactory, tmp_path: Path) -> None:

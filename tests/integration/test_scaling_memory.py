@@ -60,4 +60,6 @@ def test_the_second_time_the_job_ends_and_says_what_it_had(jobs: JobFactory, tmp
     host, launches = run(jobs, tmp_path, 3 * LIMIT, "--auto-scale=on")
     assert host.process.returncode != 0
     assert sorted(launches) == [(0, LIMIT), (0, 2 * LIMIT), (1, LIMIT), (1, 2 * LIMIT)]
-    assert f"it had {2 * LIMIT} MiB" in host.err + host.out
+    said = " ".join((host.err + host.out).split())
+    assert f"it had {2 * LIMIT} MiB" in said
+    assert f"with {LIMIT} MiB one had run out of it before" in said

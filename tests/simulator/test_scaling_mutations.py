@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from dlrover.core.scaling import acting, brakes, stragglers
 from dlrover.core.scaling import facts as known_facts
@@ -13,19 +14,21 @@ from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages.scaling import ScaleFor, ScaleMode, ScaleTerms
 from dlrover.simulator.campaign import Failure, run_plan
 from dlrover.simulator.plan import Result, SeedPlan
-from dlrover.simulator.shapes import Shape
+from dlrover.simulator.shapes import Costs, Shape
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 NOISY, PRICEY = (0.9, 0.1, 0.3), (0.0, 1.0, 0.0)
 
 
-def a_plan(seed: int, law: tuple[float, float, float]) -> SeedPlan:
-    """An hour without faults, in which the room changes now and then."""
+def a_plan(seed: int, law: tuple[float, float, float], *, is_platform_slow: bool = False) -> SeedPlan:
+    """An hour without faults, in which the room changes now and then. A slow platform needs longer for a node than a change must wait for the next."""
     fleet = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=8)})
     terms = ScaleTerms(
         mode=ScaleMode.ON, scale_for=ScaleFor.BALANCED, nodes_start=1, stable_for=20.0, worker_pause=120.0
     )
     shape = Shape(min_nodes=1, max_nodes=8, fleet=fleet, scaling=terms, law=law, law_noise=0.1, num_steps=2400)
+    if is_platform_slow:
+        shape = replace(shape, costs=Costs(replacement=(200.0, 400.0)), scaling=replace(terms, worker_pause=1.0))
     return SeedPlan(seed=seed, shape=shape, faults=(), hours=1.0, is_thorough=False)
 
 
@@ -55,15 +58,16 @@ def slow_nodes_are_exchanged_again_and_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stragglers, "allowed_at", lambda scaling, now: now)
 
 
-def first_failure(law: tuple[float, float, float]) -> Failure | None:
-    outcomes = (run_plan(a_plan(seed, law)) for seed in range(40))
+def first_failure(law: tuple[float, float, float], *, is_platform_slow: bool = False) -> Failure | None:
+    outcomes = (run_plan(a_plan(seed, law, is_platform_slow=is_platform_slow)) for seed in range(40))
     return next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
 
 
+@pytest.mark.parametrize("is_platform_slow", [False, True])
 @pytest.mark.parametrize("law", [NOISY, PRICEY])
-def test_the_shipped_core_breaks_nothing(law: tuple[float, float, float]) -> None:
+def test_the_shipped_core_breaks_nothing(law: tuple[float, float, float], is_platform_slow: bool) -> None:
     for seed in range(10):
-        assert isinstance(run_plan(a_plan(seed, law)), Result)
+        assert isinstance(run_plan(a_plan(seed, law, is_platform_slow=is_platform_slow)), Result)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +85,6 @@ def test_a_broken_promise_of_scaling_is_noticed(
     mutation: Mutation, law: tuple[float, float, float], invariants: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
-    failure = first_failure(law)
+    failure = first_failure(law, is_platform_slow=mutation is nothing_is_awaited)
     assert failure is not None
     assert failure.invariant in invariants, failure.sentence

@@ -238,7 +238,8 @@ def _carry(decision: Decision, known: Facts, judgement: Judgement) -> None:
     if judgement.outcome is ScaleOutcome.KEPT:
         scaling.refusals = 0
     if judgement.outcome is not ScaleOutcome.TAKEN_BACK:
-        if judgement.outcome is ScaleOutcome.UNJUDGED and known.nodes < watched.nodes_after and known.under_way:
+        is_unfinished = watched.kind == WORKERS and known.nodes < watched.nodes_after and known.under_way
+        if judgement.outcome is ScaleOutcome.UNJUDGED and is_unfinished:
             _give_up_growth(decision, watched, f"the platform did not bring {watched.nodes_after} nodes in time")
         return
     brakes.refuse(scaling, watched.plan, watched.nodes_after, decision.now)

@@ -15,6 +15,7 @@ from dlrover.core.outcome import Deadline, NotYet
 from dlrover.core.scaling import acting, evidence, facts, memory, tuning
 from dlrover.core.scaling.acting import TOPIC
 from dlrover.core.scaling.report import status_of
+from dlrover.core.scaling.servers import short_memory
 from dlrover.core.scaling.servers.start import first_sizes
 from dlrover.core.state import JobState
 from dlrover.protocol.error_codes import ErrorCode
@@ -113,7 +114,9 @@ def _run_measured(command: RunMeasured, decision: Decision) -> Reply:
     command = _as_decoded(command)
     evidence.keep_run(decision.state.scaling, command, decision.now)
     tuning.keep_memory(decision.state.scaling, command)
-    memory.warn(decision.state, facts.seconds_left(decision.state.scaling))
+    seconds_left = facts.seconds_left(decision.state.scaling)
+    memory.warn(decision.state, seconds_left)
+    short_memory.warn(decision.state, seconds_left)
     acting.look(decision)
     return Done()
 

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from dlrover.core.scaling import rules
 from dlrover.core.scaling.facts import is_world
 from dlrover.core.scaling.fit.model import median
-from dlrover.core.scaling.servers import rules
-from dlrover.core.scaling.servers.plans import excess_of, measured_servers
 from dlrover.core.scaling.state import Scaling
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.identity import MICROS_PER_SECOND
-from dlrover.protocol.messages.scaling import MemoryPoint, Plan, PlannedNode, ScaleMode
+from dlrover.protocol.messages.scaling import MemoryPoint, ScaleMode
 
 AHEAD = 1800.0
 """Seconds; the end of the job, if that is sooner."""
@@ -71,52 +70,10 @@ def more_for_server(found: Forecast, memory_mb: int, most: int) -> int:
     return min(most, max(rules.after_oom(memory_mb, most=most), int(found.then_mb * MARGIN)))
 
 
-class ShortServer(Struct, frozen=True, kw_only=True):
-    """A server whose memory will not last."""
-
-    rank: int
-    had_mb: int
-    more_mb: int
-    found: Forecast
-    plan: Plan
-    is_possible: bool
-    """It can get more, by the job's limits and the largest node."""
-
-    @property
-    def why(self) -> str:
-        found = self.found
-        return (
-            f"it uses {found.now_mb:.0f} of {self.had_mb} MiB and would use {found.then_mb:.0f} MiB in "
-            f"{found.seconds / 60:.0f} min"
-        )
-
-
-def short_server(state: JobState, seconds_left: float | None) -> ShortServer | None:
-    """The fullest server, if the growth of the servers' memory leads it to its limit."""
-    scaling, nodes = state.scaling, measured_servers(state)
-    found = forecast_of(scaling, NodeType.PS, seconds_left)
-    if found is None or not nodes or state.fleet is None:
-        return None
-    node = max(nodes, key=lambda each: each.memory_mb)
-    had = state.fleet.nodes[node.platform_node].resource.memory_mb
-    if not is_danger(found, had):
-        return None
-    more = more_for_server(found, had, scaling.terms.largest.memory_mb)
-    plan = Plan(nodes=(PlannedNode(platform_node=node.platform_node, memory_mb=more),))
-    is_possible = more > had and not excess_of(state, plan)
-    return ShortServer(rank=node.rank, had_mb=had, more_mb=more, found=found, plan=plan, is_possible=is_possible)
-
-
 def warn(state: JobState, seconds_left: float | None) -> None:
-    """Workers are not exchanged before they fail, nor are servers that can have no more: they are named."""
+    """Workers are not exchanged before they fail: they are named."""
     scaling, fleet = state.scaling, state.fleet
-    for kind in ("memory", "server-memory"):
-        scaling.warnings.pop(kind, None)
-    short = short_server(state, seconds_left)
-    is_own = scaling.mode is ScaleMode.ON and NodeType.PS in scaling.terms.types
-    if short is not None and not (short.is_possible and is_own):
-        rest = "" if short.is_possible else ", and it cannot get more"
-        scaling.warnings["server-memory"] = f"Server {short.rank} runs out of memory: {short.why}{rest}."
+    scaling.warnings.pop("memory", None)
     if fleet is None or NodeType.WORKER not in fleet.replicas:
         return
     limit = fleet.replicas[NodeType.WORKER].spec.resource.memory_mb
@@ -157,6 +114,7 @@ def why_no_more(state: JobState) -> str:
     used = max((use.memory_mb for use in uses if use.node_type is NodeType.WORKER), default=0.0)
     seen = f"{used:.0f} MiB were the most that was measured" if used else "what it used was not measured"
     return (
-        f"A worker ran out of memory again, after all workers had got more: it had {had} MiB, and {seen}; with {scaling.memory_before} MiB one had run out of it before. "
+        f"A worker ran out of memory again, after all workers had got more: it had {had} MiB, and {seen}; "
+        f"with {scaling.memory_before} MiB one had run out of it before. "
         "Give the workers more memory, or make the model or the batch smaller."
     )

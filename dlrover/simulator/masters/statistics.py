@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from dlrover.core.fleet.replicas import FleetNode
 from dlrover.protocol.messages.fleet import NodePhase, NodeType
-from dlrover.protocol.messages.identity import NodeRank
+from dlrover.protocol.messages.identity import NodeRank, PlatformId
 from dlrover.protocol.messages.scaling import (
     MAX_RUN_NODES,
     Configuration,
@@ -133,7 +132,9 @@ class Statistics:
             return
         step_time = (0.2 + 0.1 * trained / max(1, fleet.replicas[NodeType.PS].target)) * self._chance.uniform(0.9, 1.1)
         memory = MemoryPoint(state.now, int(seconds), self._chance.uniform(500.0, 7000.0))
-        servers = tuple(self._use_of(node, seconds) for node in fleet.live_nodes(NodeType.PS))[:MAX_RUN_NODES]
+        servers = tuple(
+            self._use_of(node.id, node.rank, node.resource.cpu, seconds) for node in fleet.live_nodes(NodeType.PS)
+        )[:MAX_RUN_NODES]
         master.hear(
             RunMeasured(
                 number=self._number,
@@ -149,15 +150,16 @@ class Statistics:
             )
         )
 
-    def _use_of(self, node: FleetNode, seconds: float) -> NodeUse:
-        """Now and then one is hotter than the others."""
-        share = 0.95 if self._chance.random() < HOT_ODDS else self._busy
+    def _use_of(self, id_: PlatformId, rank: int, cores: float, seconds: float) -> NodeUse:
+        """Now and then one is hotter than the others, as long as there are faults: each change costs the steps that do not end in time."""
+        is_calm = self._sim.events.now >= self._sim.plan.hours * 3600 * SECOND
+        share = 0.95 if not is_calm and self._chance.random() < HOT_ODDS else min(self._busy, 0.5 if is_calm else 1.0)
         return NodeUse(
-            platform_node=node.id,
+            platform_node=id_,
             node_type=NodeType.PS,
-            rank=NodeRank(node.rank),
-            cpu=share * node.resource.cpu,
-            cpu_max=share * node.resource.cpu,
+            rank=NodeRank(rank),
+            cpu=share * cores,
+            cpu_max=share * cores,
             memory_mb=self._chance.uniform(500.0, 7000.0),
             seconds=min(180.0, seconds),
         )

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from dlrover.core.scaling import tuning
-from dlrover.core.scaling.servers import rules
-from dlrover.core.scaling.servers.rules import NodeSample, Sample, Sized
+from dlrover.core.scaling import rules, tuning
+from dlrover.core.scaling.rules import NodeSample, Sample, Sized
 from dlrover.protocol.messages.fleet import NodeType, Resource
 from dlrover.protocol.messages.scaling import ModelCard, ScaleTerms
 

@@ -20,6 +20,7 @@ from dlrover.protocol.messages.fleet import (
     ScaleReplicas,
     Strategy,
 )
+from dlrover.protocol.messages.identity import Micros
 from dlrover.protocol.messages.scaling import (
     DefineScaling,
     JobFacts,
@@ -65,7 +66,7 @@ def test_8_6_servers_of_a_job_that_begins_slowly_stay_but_for_one_whose_memory_e
     scene.do(JobFacts(custom={"init_training_time": "1900"}))
     scene.measure(server(0, 7.6), server(1, 7.6), server(2, 7.6), at=300)
     assert target(scene, NodeType.PS) == 3
-    points = tuple(MemoryPoint(micros(60.0 * each), 60 * each, 8000.0 + 600 * each) for each in range(1, 11))  # type: ignore[arg-type]
+    points = tuple(MemoryPoint(Micros(micros(60.0 * each)), 60 * each, 8000.0 + 600 * each) for each in range(1, 11))
     scene.measure(server(0, 3.0, 14_000.0), server(1, 3.0), server(2, 3.0), at=700, memory=points, step=600)
     assert scene.launches[scene.launched[-1]].resource.memory_mb > SIZE.memory_mb
 
@@ -133,7 +134,7 @@ def test_an_offer_that_expects_no_speed_is_tried() -> None:
 
 def test_a_question_changes_nothing() -> None:
     scene = ServerScene.begun(largest=Resource(cpu=32, memory_mb=16_384))
-    points = tuple(MemoryPoint(micros(60.0 * each), 60 * each, 8000.0 + 600 * each) for each in range(1, 11))  # type: ignore[arg-type]
+    points = tuple(MemoryPoint(Micros(micros(60.0 * each)), 60 * each, 8000.0 + 600 * each) for each in range(1, 11))
     scene.measure(server(0, 3.0, 14_000.0), server(1, 3.0), server(2, 3.0), at=700, memory=points, step=600)
     before = scene.job.encode()
     assert any("it cannot get more" in warning for warning in scene.scaling.warnings)

@@ -213,3 +213,15 @@ def test_11_3_one_plan_grows_workers_and_exchanges_servers() -> None:
     for launch in launched:
         scene.show(launch.id, NodePhase.RUNNING)
     assert scene.removed == [ids[NodeType.WORKER, 1]], "the old server stays until the workers have switched"
+
+
+def test_workers_that_do_not_come_in_time_move_no_target_of_a_world() -> None:
+    """Found by the simulator, seed 552 of the jobs with servers."""
+    scene = ServerScene.begun(longest_probation=60.0, server_pause=0.0)
+    scene.measure(server(0, 3.0), server(1, 3.0), server(2, 3.0), at=900)
+    group = PlannedGroup(node_type=NodeType.WORKER, count=4)
+    scene.do(PlanOffered(plan=Plan(groups=(group,)), expected_speed=1000.0))
+    assert len(scene.launched) == 8
+    scene.tick(1000)
+    assert scene.scaling.num_outcomes.get(ScaleOutcome.UNJUDGED) == 1
+    assert scene.job.state.scaling.target is None

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 
-from dlrover.core.scaling import brakes, facts, memory
+from dlrover.core.scaling import brakes, facts, rules
 from dlrover.core.scaling.allreduce import LEAST_GAIN
 from dlrover.core.scaling.brakes import SERVERS
 from dlrover.core.scaling.facts import Facts
 from dlrover.core.scaling.fit.model import median
-from dlrover.core.scaling.servers import rules
 from dlrover.core.scaling.servers.plans import (
     cores_given,
     excess_of,
@@ -26,6 +25,7 @@ from dlrover.core.scaling.servers.plans import (
     watched,
 )
 from dlrover.core.scaling.servers.search import decide_numbers, sample_of
+from dlrover.core.scaling.servers.short_memory import short_server
 from dlrover.core.scaling.verdict import Verdict
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodeType
@@ -79,7 +79,7 @@ def _gain_of(offer: PlanOffered, known: Facts) -> float:
 
 
 def _short_memory(state: JobState) -> Verdict | None:
-    short = memory.short_server(state, facts.seconds_left(state.scaling))
+    short = short_server(state, facts.seconds_left(state.scaling))
     if short is None or not short.is_possible:
         return None
     return repair(f"Server {short.rank} gets {short.more_mb} MiB: {short.why}.", short.plan)

@@ -4,11 +4,10 @@ What plans about servers have in common: which servers were measured, what the l
 
 from __future__ import annotations
 
-from dlrover.core.scaling import brakes
+from dlrover.core.scaling import brakes, rules
 from dlrover.core.scaling.brakes import SERVERS, Held, Promise
 from dlrover.core.scaling.facts import Facts
 from dlrover.core.scaling.fit.model import Fit
-from dlrover.core.scaling.servers import rules
 from dlrover.core.scaling.verdict import TOLERANCE, Verdict
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodeType

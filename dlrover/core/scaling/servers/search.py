@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from dlrover.core.scaling import allreduce, brakes
+from dlrover.core.scaling import allreduce, brakes, rules
 from dlrover.core.scaling.brakes import SERVERS, Promise
 from dlrover.core.scaling.evidence import batch_of
 from dlrover.core.scaling.facts import Facts
 from dlrover.core.scaling.fit.model import Fit, cores_of, fit_servers, server_row
-from dlrover.core.scaling.servers import rules
+from dlrover.core.scaling.rules import NodeSample, Sample
 from dlrover.core.scaling.servers.plans import (
     cores_given,
     excess_of,
@@ -24,7 +24,6 @@ from dlrover.core.scaling.servers.plans import (
     measured_servers,
     watched,
 )
-from dlrover.core.scaling.servers.rules import NodeSample, Sample
 from dlrover.core.scaling.state import Run, Scaling
 from dlrover.core.scaling.verdict import Verdict
 from dlrover.core.state import JobState

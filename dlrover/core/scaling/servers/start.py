@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from dlrover.core.scaling.servers import rules
-from dlrover.core.scaling.servers.rules import Sized
+from dlrover.core.scaling import rules
+from dlrover.core.scaling.rules import Sized
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource
 from dlrover.protocol.messages.job_limits import excess
 from dlrover.protocol.messages.scaling import ScaleTerms
