@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLUSTER_PLATFORMS = ("pyk8s", "kubernetes")
-"""Two names of one platform: the master creates the pods itself."""
+CLUSTER_PLATFORMS = ("pyk8s", "kubernetes", "k8s")
+"""The first two are one platform: the master creates the pods itself. With the last it asks the operator to, by plans."""
 TERMINATION_MESSAGE = "/dev/termination-log"
 MAX_MESSAGE = 4096
 """Bytes of it that a kubelet keeps."""
