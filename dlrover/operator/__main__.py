@@ -195,12 +195,12 @@ async def _work(
         await asyncio.wait(informers)
 
 
-class _Cluster(Struct, frozen=True):
+class _FoundCluster(Struct, frozen=True):
     sees_machines: bool
     absent: frozenset[ObjectKind]
 
 
-async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | None, timeout: float) -> _Cluster:
+async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | None, timeout: float) -> _FoundCluster:
     """Is there a cluster, with our resources, and may we see them?"""
     absent = set()
     for kind, resource in RESOURCES.items():
@@ -224,7 +224,7 @@ async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | 
         log.warning(
             "machines unseen: %s A master on a lost machine is replaced when its pod is deleted.", answer.message
         )
-    return _Cluster(isinstance(answer, Page), frozenset(absent))
+    return _FoundCluster(isinstance(answer, Page), frozenset(absent))
 
 
 async def _first_page(
