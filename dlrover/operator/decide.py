@@ -91,7 +91,8 @@ def _decide(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSet
     if not has_started and validity.check is not None:
         return _gated(job, seen, now, (validity.check,))
     if not has_started and validity.problem is not None:
-        return _written(job, seen, now, _invalid(job, validity.problem), wake_at=validity.check_at)
+        course = _invalid(job, validity.problem)
+        return _written(job, seen, now, course, tuple(_adoptions(job, seen)), wake_at=validity.check_at)
     if has_started and _is_without_master(job):
         return _suspending(job, seen, now)
     if not has_started and _is_without_master(job):
