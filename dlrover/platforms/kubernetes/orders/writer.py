@@ -93,22 +93,25 @@ class PlanWriter:
             if not batch:
                 continue
             try:
-                plan = await self._carry_out([each.work for each in batch])
+                self._answer(batch, await self._carry_out([each.work for each in batch]))
             except Unavailable as error:
                 for each in batch:
                     if not each.done.done():
                         each.done.set_exception(Unavailable(str(error), error.retry_after, error.code))
-                continue
-            results = {result.name: answer_of(result) for result in plan.status.results}
-            is_refused = plan.status.phase == PlanPhase.FAILED.value
-            for each in batch:
-                if each.done.done():
-                    continue
-                if is_refused:
-                    each.done.set_exception(Unavailable(f"The operator refused the plan: {plan.status.message}"))
-                else:
-                    each.done.set_result(results.get(each.work.pod) or FoundObject(b""))
+            except BaseException as error:  # whoever waits must hear of a bug, too
+                for each in batch:
+                    if not each.done.done():
+                        each.done.set_exception(Unavailable(f"The plan could not be written: {error!r}"))
+                raise
             await self._tidy()
+
+    def _answer(self, batch: list[_Asked], plan: PlanObject) -> None:
+        if plan.status.phase == PlanPhase.FAILED.value:
+            raise Unavailable(f"The operator refused the plan: {plan.status.message}")
+        results = {result.name: answer_of(result) for result in plan.status.results}
+        for each in batch:
+            if not each.done.done():
+                each.done.set_result(results.get(each.work.pod) or FoundObject(b"", ""))
 
     async def _carry_out(self, work: list[PodWork]) -> PlanObject:
         while True:
