@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLUSTER_PLATFORMS = ("pyk8s", "kubernetes")
-"""Two names of one platform: the master creates the pods itself."""
+CLUSTER_PLATFORMS = ("pyk8s", "kubernetes", "k8s")
+"""The first two are one platform: the master creates the pods itself. With the last it asks the operator to, by plans."""
 TERMINATION_MESSAGE = "/dev/termination-log"
 MAX_MESSAGE = 4096
 """Bytes of it that a kubelet keeps."""
@@ -89,7 +89,11 @@ async def _prepare(wish: ClusterWish, environ: Mapping[str, str]) -> ClusterStar
     from dlrover.core.fleet.commands import check_spec
     from dlrover.platforms.kubernetes import names
     from dlrover.platforms.kubernetes.access import find_access
-    from dlrover.platforms.kubernetes.api import ClusterApi
+
+    try:
+        from dlrover.platforms.kubernetes.api import ClusterApi
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
     from dlrover.platforms.kubernetes.elastic_job import FaultyHosts
     from dlrover.platforms.kubernetes.job.fleet import MasterWishes, fleet_of, pod_job_of, scaled_types
     from dlrover.platforms.kubernetes.job.provision import provide, read_job

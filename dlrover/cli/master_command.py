@@ -50,7 +50,6 @@ _NO = ("false", "0", "no")
 _SERVICES = ("grpc", "http")
 
 _OTHER_PLATFORMS = {
-    "k8s": "a master that leaves its pods to the operator is not yet available in this version. Use: --platform pyk8s",
     "volcano": "volcano is a scheduler of Kubernetes, named by `spec.gang` of the job. Use: --platform pyk8s",
 }
 _WITHOUT_EFFECT = (

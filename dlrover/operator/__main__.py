@@ -21,17 +21,22 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from dlrover.operator.actions import ObjectKind
-from dlrover.operator.cluster_view import OPTIONAL, RESOURCES, ClusterView
-from dlrover.operator.doors import OperatorMetrics, open_doors, parse_door
-from dlrover.operator.lease import LEASE_NAME, USUAL_TIMING, LeaderLease, LeadershipLost, LeaseTiming
-from dlrover.operator.observations import OperatorSettings
-from dlrover.operator.owned import GROUP_KINDS
-from dlrover.operator.runner import Runner
-from dlrover.platforms.kubernetes.access import ClusterAccess, find_access
-from dlrover.platforms.kubernetes.api import NODES, ApiRefusal, ApiResource, ClusterApi, NotFound, Page
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, Unavailable
+
+try:
+    from dlrover.operator.actions import ObjectKind
+    from dlrover.operator.cluster_view import OPTIONAL, RESOURCES, ClusterView
+    from dlrover.operator.doors import OperatorMetrics, open_doors, parse_door
+    from dlrover.operator.lease import LEASE_NAME, USUAL_TIMING, LeaderLease, LeadershipLost, LeaseTiming
+    from dlrover.operator.observations import OperatorSettings
+    from dlrover.operator.owned import GROUP_KINDS
+    from dlrover.operator.runner import Runner
+    from dlrover.platforms.kubernetes.access import ClusterAccess, find_access
+    from dlrover.platforms.kubernetes.api import NODES, ApiRefusal, ApiResource, ClusterApi, NotFound, Page
+except ImportError as error:
+    sys.stderr.write(f"dlrover.operator: error: {error}\n")
+    sys.exit(2)
 
 log = logging.getLogger("dlrover.operator")
 
@@ -195,12 +200,12 @@ async def _work(
         await asyncio.wait(informers)
 
 
-class _Cluster(Struct, frozen=True):
+class _FoundCluster(Struct, frozen=True):
     sees_machines: bool
     absent: frozenset[ObjectKind]
 
 
-async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | None, timeout: float) -> _Cluster:
+async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | None, timeout: float) -> _FoundCluster:
     """Is there a cluster, with our resources, and may we see them?"""
     absent = set()
     for kind, resource in RESOURCES.items():
@@ -224,7 +229,7 @@ async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | 
         log.warning(
             "machines unseen: %s A master on a lost machine is replaced when its pod is deleted.", answer.message
         )
-    return _Cluster(isinstance(answer, Page), frozenset(absent))
+    return _FoundCluster(isinstance(answer, Page), frozenset(absent))
 
 
 async def _first_page(

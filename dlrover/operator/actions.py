@@ -12,6 +12,7 @@ import enum
 from msgspec import Struct
 
 from dlrover.platforms.kubernetes.elastic_job import ElasticJobStatus, JsonObject
+from dlrover.platforms.kubernetes.scale_plan import PlanObject
 
 
 class ObjectKind(enum.StrEnum):
@@ -61,6 +62,12 @@ class CordonMachine(Struct, frozen=True, kw_only=True):
     name: str
 
 
+class CarryOutPlan(Struct, frozen=True, kw_only=True):
+    """Create and delete the pods that a master of mode `k8s` asks for, and write the answers into its plan."""
+
+    plan: PlanObject
+
+
 class CreateToken(Struct, frozen=True, kw_only=True):
     """Create the Secret with the job's token. The token is random, so it is made when the action is carried out."""
 
@@ -90,7 +97,15 @@ class ApplyStatus(Struct, frozen=True, kw_only=True):
 
 
 Action = (
-    CheckTemplates | CreateObject | AdjustObject | CordonMachine | CreateToken | DeleteObject | EmitEvent | ApplyStatus
+    CheckTemplates
+    | CreateObject
+    | AdjustObject
+    | CordonMachine
+    | CarryOutPlan
+    | CreateToken
+    | DeleteObject
+    | EmitEvent
+    | ApplyStatus
 )
 
 

@@ -7,18 +7,21 @@ becomes a `FailedAction`: the runner tries again later, and the status says why.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import random
 import secrets
 import time
 
+import msgspec
 from msgspec import Struct
 
 from dlrover.operator.actions import (
     Action,
     AdjustObject,
     ApplyStatus,
+    CarryOutPlan,
     CheckTemplates,
     CordonMachine,
     CreateObject,
@@ -28,15 +31,18 @@ from dlrover.operator.actions import (
     ObjectKind,
 )
 from dlrover.operator.cluster_view import RESOURCES, ClusterView, Seen
+from dlrover.operator.master_state import is_master
 from dlrover.operator.observations import TemplateCheck
 from dlrover.operator.status import FIELD_MANAGER, status_body
 from dlrover.operator.timestamps import text_of
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.api import (
+    CONFIG_MAPS,
     ELASTIC_JOBS,
     EVENTS,
     NODES,
     PODS,
+    SCALE_PLANS,
     ApiRefusal,
     ClusterApi,
     Conflict,
@@ -49,12 +55,19 @@ from dlrover.platforms.kubernetes.api import (
     PatchKind,
 )
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob, JsonObject
-from dlrover.platforms.kubernetes.objects import Pod, Stub, decode
-from dlrover.protocol.errors import Unavailable
+from dlrover.platforms.kubernetes.job.fleet import fleet_of, pod_job_of
+from dlrover.platforms.kubernetes.job.ledger_state import decode_state
+from dlrover.platforms.kubernetes.objects import ConfigMap, Pod, Stub, decode
+from dlrover.platforms.kubernetes.orders.outgoing import PodCreation, PodWork, result_of, work_of
+from dlrover.platforms.kubernetes.pods import PodJob, pod_of
+from dlrover.platforms.kubernetes.scale_plan import PlanObject, PlanPhase, PlanResult
+from dlrover.protocol.errors import Rejected, Unavailable
 
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
+AT_ONCE = 16
+"""Pods of one plan that are created or deleted at the same time."""
 SHORTLY = 0.5
 """Seconds until the next try of what passes by itself: an API server that is away, a former job that is deleted."""
 LATER = 5.0
@@ -87,6 +100,8 @@ class ActionCarrier:
                     return await self._adjust(job, action)
                 case CordonMachine():
                     return await self._cordon(job, action)
+                case CarryOutPlan():
+                    return await self._carry_out_plan(job, action.plan)
                 case CreateToken():
                     return await self._create(job, ObjectKind.SECRET, action.name, _with_token(action.body))
                 case DeleteObject():
@@ -142,6 +157,72 @@ class ActionCarrier:
         if not isinstance(answer, FoundObject):
             return _denied(answer)
         self._view.note(action.kind, decode(Stub, answer.body))
+        return None
+
+    async def _carry_out_plan(self, job: ElasticJob, plan: PlanObject) -> Denied | None:
+        """The ledger says which master is the newest: plans of another one are refused, as its requests would be."""
+        ledger = await self._api.get(
+            CONFIG_MAPS, names.ledger_name(job.metadata.name), namespace=job.metadata.namespace
+        )
+        if not isinstance(ledger, FoundObject):
+            return Denied("NoLedger", f"the ledger cannot be read: {ledger.message}", SHORTLY)
+        newest = decode_state(decode(ConfigMap, ledger.body).data).epoch
+        try:
+            epoch, work = work_of(plan)
+        except ValueError as error:
+            return await self._end_plan(job, plan, PlanPhase.FAILED, str(error), ())
+        if epoch < newest:
+            stale = f"The master of epoch {epoch} was followed by that of epoch {newest}."
+            return await self._end_plan(job, plan, PlanPhase.FAILED, stale, ())
+        pods = pod_job_of(job, fleet_of(job), token_secret=names.token_secret(job.metadata.name))
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def sent(each: PodWork) -> PlanResult | None:
+            async with turns:
+                return await self._send(each, pods)
+
+        results = await asyncio.gather(*(sent(each) for each in work))
+        return await self._end_plan(job, plan, PlanPhase.SUCCEEDED, "", tuple(each for each in results if each))
+
+    async def _send(self, work: PodWork, pods: PodJob) -> PlanResult | None:
+        """What the API server refused; None: it is done."""
+        answer: ObjectAnswer
+        if isinstance(work, PodCreation):
+            try:
+                body = pod_of(work.intent, pods)
+            except Rejected as error:
+                return PlanResult(name=work.pod, reason="Invalid", message=str(error))
+            answer = await self._api.create(PODS, body, namespace=pods.namespace)
+        else:
+            found = await self._api.get(PODS, work.pod, namespace=pods.namespace)
+            if not isinstance(found, FoundObject):
+                return result_of(work.pod, found)
+            pod = decode(Pod, found.body)
+            if pod.metadata.labels.get(names.JOB_UID) != pods.uid or is_master(pod):
+                return PlanResult(name=work.pod, reason="NotFound", message="that pod is no node of this job")
+            answer = await self._api.delete(
+                PODS, work.pod, namespace=pods.namespace, uid=work.uid, grace=max(1, work.grace)
+            )
+        return None if isinstance(answer, FoundObject) else result_of(work.pod, answer)
+
+    async def _end_plan(
+        self, job: ElasticJob, plan: PlanObject, phase: PlanPhase, message: str, results: tuple[PlanResult, ...]
+    ) -> Denied | None:
+        status: JsonObject = {"phase": phase.value, "message": message, "finishTime": text_of(time.time())}
+        if results:
+            status["results"] = [msgspec.to_builtins(each) for each in results]
+        answer = await self._api.patch(
+            SCALE_PLANS,
+            plan.metadata.name,
+            {"metadata": {"uid": plan.metadata.uid}, "status": status},
+            namespace=job.metadata.namespace,
+            kind=PatchKind.MERGE,
+            subresource="status",
+            field_manager=FIELD_MANAGER,
+        )
+        if not isinstance(answer, FoundObject | NotFound | Conflict):
+            return _denied(answer)
+        self._view.note_ended_plan(plan.metadata.uid)
         return None
 
     async def _cordon(self, job: ElasticJob, action: CordonMachine) -> Denied | None:
@@ -215,6 +296,8 @@ def describe(action: Action) -> str:
             return f"adjust {kind.value} {name}"
         case CordonMachine(name=name):
             return f"cordon the machine {name}"
+        case CarryOutPlan(plan=plan):
+            return f"carry out the plan {plan.metadata.name}"
         case CreateToken(name=name):
             return f"create Secret {name}"
         case DeleteObject(kind=kind, name=name):

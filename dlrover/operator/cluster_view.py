@@ -38,6 +38,8 @@ from dlrover.platforms.kubernetes.elastic_job import ElasticJob
 from dlrover.platforms.kubernetes.informer import Informer, InformerTiming, ObjectDeleted, ObjectsListed
 from dlrover.platforms.kubernetes.job.gangs import groups_of
 from dlrover.platforms.kubernetes.objects import ClusterNode, Metadata, Pod, Stub
+from dlrover.platforms.kubernetes.orders.outgoing import is_open_for
+from dlrover.platforms.kubernetes.scale_plan import PlanObject
 
 RESOURCES: dict[ObjectKind, ApiResource] = {
     ObjectKind.ELASTIC_JOB: ELASTIC_JOBS,
@@ -58,7 +60,7 @@ OPTIONAL = frozenset(GROUP_KINDS.values())
 """Kinds that a cluster need not have."""
 JobKey = tuple[str, str]
 """Namespace and name."""
-Seen = ElasticJob | Pod | Stub
+Seen = ElasticJob | Pod | Stub | PlanObject
 T = TypeVar("T", ElasticJob, Pod, Stub)
 
 UNCONFIRMED = 10.0
@@ -71,6 +73,9 @@ _SELECTORS = {
     ObjectKind.SERVICE_ACCOUNT: ALLOWED_ACCOUNT,
     ObjectKind.SCALE_PLAN: names.SCALE_TYPE,
 }
+
+_STRUCTS: dict[ObjectKind, Any] = {ObjectKind.SCALE_PLAN: PlanObject}
+"""Of the others, those of which more than the metadata is read."""
 
 
 class PodsByJob(dict[str, Pod]):
@@ -131,8 +136,8 @@ class ClusterView:
         self.jobs = Informer(api, ELASTIC_JOBS, ElasticJob, **options)
         self.pods = Informer(api, PODS, Pod, labels=_SELECTORS[ObjectKind.POD], unreadable=Pod.unreadable, **options)
         self._pods_by_job = self.pods.cache = PodsByJob()
-        self.others: dict[ObjectKind, Informer[Stub]] = {
-            kind: Informer(api, resource, Stub, labels=_SELECTORS.get(kind, _OURS), **options)
+        self.others: dict[ObjectKind, Informer[Any]] = {
+            kind: Informer(api, resource, _STRUCTS.get(kind, Stub), labels=_SELECTORS.get(kind, _OURS), **options)
             for kind, resource in RESOURCES.items()
             if kind not in (ObjectKind.ELASTIC_JOB, ObjectKind.POD, *absent)
         }
@@ -145,6 +150,8 @@ class ClusterView:
         """Uids of objects that the API server says are gone, while the informer still shows them."""
         self._missing_since: dict[str, float] = {}
         """Machines that pods name and that do not exist, and since when we know."""
+        self._ended_plans: set[str] = set()
+        """Uids of plans that we have ended, while the informer still shows them as open."""
         self._cordoned: set[tuple[str, str]] = set()
         """Machine and job's uid of marks that the informer does not show yet."""
 
@@ -161,6 +168,7 @@ class ClusterView:
                 continue
             if isinstance(sight, ObjectDeleted):
                 self._drop(sight.object.metadata.uid)
+                self._ended_plans.discard(sight.object.metadata.uid)
             yield set(self._jobs_of(sight.object))
 
     def job_keys(self) -> Iterator[JobKey]:
@@ -188,6 +196,7 @@ class ClusterView:
             others=others,
             not_ready=dict(self._not_ready(machines, now)),
             plans=tuple(self._orphans(job)),
+            open_plans=tuple(self._open_plans(job)),
             uncordoned=frozenset(self._uncordoned(machines, job.metadata.uid)),
             allowed_accounts=frozenset(
                 account.metadata.name
@@ -211,6 +220,16 @@ class ClusterView:
                 newest = self._newest(ObjectKind.SCALE_PLAN, key, cached)
                 if newest is not None and not newest.metadata.owner_references:
                     yield newest.metadata
+
+    def _open_plans(self, job: ElasticJob) -> Iterator[PlanObject]:
+        cached = self.others[ObjectKind.SCALE_PLAN].cache.values()
+        plans = [plan for plan in cached if isinstance(plan, PlanObject) and is_open_for(plan, job.metadata.uid)]
+        for plan in sorted(plans, key=_version):
+            if plan.metadata.uid not in self._ended_plans:
+                yield plan
+
+    def note_ended_plan(self, uid: str) -> None:
+        self._ended_plans.add(uid)
 
     def note_cordoned(self, machine: str, job_uid: str) -> None:
         self._cordoned.add((machine, job_uid))

@@ -16,11 +16,13 @@ import hashlib
 from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dlrover.operator.actions import (
     Action,
     AdjustObject,
     ApplyStatus,
+    CarryOutPlan,
     CheckTemplates,
     CordonMachine,
     CreateObject,
@@ -34,7 +36,7 @@ from dlrover.operator.checks import Problem, first_pods, problem_of, unused_fiel
 from dlrover.operator.master_pod import master_pod
 from dlrover.operator.master_state import is_master, is_ready, trouble_of, verdict_of
 from dlrover.operator.observations import JobObjects, OperatorSettings
-from dlrover.operator.owned import adjustment_of, kind_of, owned_objects
+from dlrover.operator.owned import adjustment_of, kind_of, makes_plans, owned_objects
 from dlrover.operator.status import JobCourse, JobPhase, Truth, condition_of, is_true, next_status, write_at
 from dlrover.operator.succession import Succession, following, succession_of
 from dlrover.operator.timestamps import instant_of, text_of
@@ -65,6 +67,21 @@ LOST_WITH_JOURNAL = (
 
 
 def decide(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSettings) -> OperatorDecision:
+    decision = _decide(job, seen, now, settings)
+    if not seen.open_plans or not _may_plan(job, seen, now):
+        return decision
+    plans = tuple(CarryOutPlan(plan=plan) for plan in seen.open_plans)
+    return replace(decision, actions=(*decision.actions, *plans))
+
+
+def _may_plan(job: ElasticJob, seen: JobObjects, now: float) -> bool:
+    """A master of mode `k8s` asks for pods as long as its job runs, also while it is being suspended."""
+    is_ended = is_true(job, "Succeeded") or is_true(job, "Failed")
+    is_held = seen.failure is not None and now < seen.failure.retry_at
+    return makes_plans(job) and job.metadata.deletion_timestamp is None and not is_ended and not is_held
+
+
+def _decide(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSettings) -> OperatorDecision:
     if job.metadata.deletion_timestamp is not None or job.spec.managed_by not in ("", CONTROLLER):
         return OperatorDecision()
     if is_true(job, "Succeeded") or is_true(job, "Failed"):
@@ -74,7 +91,8 @@ def decide(job: ElasticJob, seen: JobObjects, now: float, settings: OperatorSett
     if not has_started and validity.check is not None:
         return _gated(job, seen, now, (validity.check,))
     if not has_started and validity.problem is not None:
-        return _written(job, seen, now, _invalid(job, validity.problem), wake_at=validity.check_at)
+        course = _invalid(job, validity.problem)
+        return _written(job, seen, now, course, tuple(_adoptions(job, seen)), wake_at=validity.check_at)
     if has_started and _is_without_master(job):
         return _suspending(job, seen, now)
     if not has_started and _is_without_master(job):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from dlrover.operator.owned import account_name, claim_name, operator_labels
+from dlrover.operator.owned import account_name, claim_name, makes_plans, operator_labels
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob, JobReplica, JsonObject
 from dlrover.platforms.kubernetes.pods import main_container
@@ -45,6 +45,8 @@ OPTION_ANNOTATIONS = (
 """Annotations of a job that are options of its master, as in the original."""
 OWN_OPTIONS = ("platform", "namespace", "job_name", "host", "port", "journal", "token_file")
 """The operator sets these."""
+MODES = ("pyk8s", "k8s")
+"""Who creates the pods: the master, or the operator by its plans."""
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -63,6 +65,8 @@ def option_problem(job: ElasticJob) -> str:
     """Why `spec.master.options` cannot be used. Empty: it can."""
     for given in job.spec.master.options:
         name = given.replace("-", "_")
+        if name == "platform" and job.spec.master.options[given] in MODES:
+            continue
         if not _OPTION.fullmatch(name):
             return f"spec.master.options: {given!r} is not the name of an option. Write it without dashes in front."
         if name in OWN_OPTIONS:
@@ -121,7 +125,7 @@ def _labels(job: ElasticJob, index: int) -> dict[str, str]:
 
 
 def _command(job: ElasticJob) -> Iterator[str]:
-    yield from ("python", "-m", "dlrover.python.master.main", "--platform", "pyk8s")
+    yield from ("python", "-m", "dlrover.python.master.main", "--platform", "k8s" if makes_plans(job) else "pyk8s")
     yield from ("--namespace", job.metadata.namespace, "--job_name", job.metadata.name)
     yield from ("--port", str(names.MASTER_PORT), "--host", "0.0.0.0")
     yield from ("--journal", f"{JOURNAL_DIRECTORY}/journal.sqlite")
@@ -134,6 +138,7 @@ def _command(job: ElasticJob) -> Iterator[str]:
 def _options(job: ElasticJob) -> Iterator[str]:
     given = {name: job.metadata.annotations[name] for name in OPTION_ANNOTATIONS if name in job.metadata.annotations}
     given |= {name.replace("-", "_"): value for name, value in job.spec.master.options.items()}
+    given.pop("platform", None)  # part of the command
     for name, value in given.items():
         yield f"--{name}={value}"  # one argument: a value that begins with a dash stays a value
 

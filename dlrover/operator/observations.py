@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from dlrover.operator.actions import ObjectKind
 from dlrover.platforms.kubernetes.objects import Metadata, Pod
+from dlrover.platforms.kubernetes.scale_plan import PlanObject
 
 
 class TemplateCheck(Struct, frozen=True, kw_only=True):
@@ -44,6 +45,8 @@ class JobObjects(Struct, frozen=True, kw_only=True):
     """Service accounts of the namespace that a job may name for its master."""
     plans: tuple[Metadata, ...] = ()
     """Plans for this job that have no owner yet."""
+    open_plans: tuple[PlanObject, ...] = ()
+    """Of the job's master, oldest first."""
     uncordoned: frozenset[str] = frozenset()
     """Machines with pods of this job that were never marked for it."""
     check: TemplateCheck | None = None

@@ -17,6 +17,8 @@ from dlrover.platforms.kubernetes.objects import Metadata
 
 MASTER_ROLE = "dlrover-master"
 """ClusterRole with what all masters may do, bound within the job's namespace only."""
+PLANNING_MASTER_ROLE = "dlrover-master-plans"
+"""The same for masters of mode `k8s`, which create and delete no pods."""
 ALLOWED_ACCOUNT = "elasticjob.dlrover/master"
 """Label of service accounts that a job may name for its master; its value is `allowed`."""
 GROUP_KINDS = {
@@ -29,6 +31,11 @@ _BOUNDS = {
     ObjectKind.COSCHEDULING_GROUP: ("minMember",),
 }
 """Fields that follow the job."""
+
+
+def makes_plans(job: ElasticJob) -> bool:
+    """Mode `k8s`: the operator creates the pods that the master asks for. It is chosen when the job is made."""
+    return job.spec.master.options.get("platform") == "k8s"
 
 
 def account_name(job: ElasticJob) -> str:
@@ -51,7 +58,8 @@ def owned_objects(job: ElasticJob) -> Iterator[CreateObject | CreateToken]:
     """In the order in which they are needed: a pod is refused while its service account does not exist."""
     if not job.spec.master.service_account_name:
         yield _create(job, ObjectKind.SERVICE_ACCOUNT, account_name(job), {}, {ALLOWED_ACCOUNT: "allowed"})
-    yield _create(job, ObjectKind.ROLE_BINDING, _common(job), _binding(job, "ClusterRole", MASTER_ROLE))
+    role = PLANNING_MASTER_ROLE if makes_plans(job) else MASTER_ROLE
+    yield _create(job, ObjectKind.ROLE_BINDING, _common(job), _binding(job, "ClusterRole", role))
     yield _create(job, ObjectKind.ROLE, _own(job), {"rules": list(_own_rules(job))})
     yield _create(job, ObjectKind.ROLE_BINDING, _own(job), _binding(job, "Role", _own(job)))
     token = _create(job, ObjectKind.SECRET, names.token_secret(job.metadata.name), {"type": "Opaque"})

@@ -21,6 +21,7 @@ from dlrover.operator.actions import (
     Action,
     AdjustObject,
     ApplyStatus,
+    CarryOutPlan,
     CheckTemplates,
     CordonMachine,
     CreateObject,
@@ -44,7 +45,7 @@ RESYNC = 300.0
 MAX_PASSES = 20
 """In a row, without a pause. More means that a decision does not see its own effect."""
 
-_CHANGES = (CheckTemplates, CreateObject, AdjustObject, CordonMachine, CreateToken, ApplyStatus)
+_CHANGES = (CheckTemplates, CreateObject, AdjustObject, CordonMachine, CarryOutPlan, CreateToken, ApplyStatus)
 """After these the next decision may see more."""
 
 Report = Callable[[str, str], None]

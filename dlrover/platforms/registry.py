@@ -20,6 +20,7 @@ _BUILT_IN = {
     "fake": "dlrover.platforms.fake::FakePlatform",
     "local": "dlrover.platforms.hosted.client::LocalPlatform",
     "kubernetes": "dlrover.platforms.kubernetes.platform::PodPlatform",
+    "k8s": "dlrover.platforms.kubernetes.orders.writer::PlanPlatform",
     "pyk8s": "dlrover.platforms.kubernetes.platform::PodPlatform",
 }
 

@@ -93,7 +93,6 @@ OLD_MASTER = (sys.executable, "-m", "dlrover.python.master.main", "--job_name", 
     ("words", "complaint"),
     [
         ([], "no-such-kubeconfig"),
-        (["--platform", "k8s"], "Use: --platform pyk8s"),
         (["--platform", "ray", "--namespace", "n"], "--platform ray needs --job-spec FILE"),
         (["--fleet", "f"], "--fleet does not go with --platform pyk8s"),
     ],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlrover.operator.master_pod import master_pod, max_restarts
+from dlrover.operator.master_pod import master_pod, max_restarts, option_problem
+from dlrover.operator.owned import owned_objects
 from tests.operator.model import make_job, template
 
 
@@ -155,3 +156,14 @@ def test_the_limit_of_restarts() -> None:
     assert max_restarts(make_job()) == 20
     assert max_restarts(make_job(replicaSpecs=with_template({}, restartCount=3))) == 3
     assert max_restarts(make_job(replicaSpecs=with_template({}, restartCount=3), master={"maxRestarts": 0})) == 0
+
+
+def test_the_mode_of_the_master_is_part_of_its_command_and_of_its_rights() -> None:
+    job = make_job(master={"options": {"platform": "k8s"}})
+    command = main_of(master_pod(job, 0, "m"))["command"]
+    assert command[3:5] == ["--platform", "k8s"]
+    assert not any(word.startswith("--platform=") for word in command)
+    roles = {each.body["roleRef"]["name"] for each in owned_objects(job) if "roleRef" in each.body}  # type: ignore[index,call-overload]
+    assert roles == {"dlrover-master-plans", "elasticjob-demo-own"}
+    assert option_problem(job) == ""
+    assert "sets platform itself" in option_problem(make_job(master={"options": {"platform": "local"}}))

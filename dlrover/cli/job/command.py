@@ -383,6 +383,9 @@ def _pod_of(pods: tuple[Pod, ...], rank: str, name: str) -> Pod:
 
 
 def _as_yaml(documents: list[dict[str, Any]]) -> str:
-    import yaml
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(f"Job files need PyYAML: pip install 'dlrover[k8s]' ({error})") from error
 
     return str(yaml.safe_dump_all(documents, sort_keys=False)).rstrip()

@@ -41,6 +41,10 @@ MADE_FROM = "elasticjob.dlrover/made-from"
 """Annotation of objects that follow the job's numbers: which ones they were made from."""
 CORDONED_FOR = "elasticjob.dlrover/cordoned-for"
 """Annotation of a machine that was marked unschedulable: uid of the job."""
+WORK = "elasticjob.dlrover/work"
+"""Annotation of a plan that a master wrote: the pods to create and delete."""
+MASTER_EPOCH = "elasticjob.dlrover/master-epoch"
+"""Annotation of such a plan: of the master that wrote it."""
 LAUNCH = "elasticjob.dlrover/launch"
 """Annotation with the intent that made a pod, without its environment."""
 
@@ -62,6 +66,11 @@ def master_service(job: str) -> str:
 
 def master_pod(job: str, index: int) -> str:
     return f"{master_service(job)}-{index}"
+
+
+def plan_name(job: str, epoch: int, number: int) -> str:
+    """Of a master that creates no pods itself. The epoch keeps the plans of two masters apart."""
+    return f"{job}-plan-{epoch}-{number}"
 
 
 def nodes_service(job: str) -> str:

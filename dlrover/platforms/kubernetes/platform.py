@@ -219,7 +219,7 @@ class PodPlatform:
             self._ledger.close_launch(intent)
 
     async def _create(self, intent: LaunchNode, body: JsonObject) -> None:
-        answer = await self._api.create(PODS, body, namespace=self._job.namespace)
+        answer = await self._create_pod(intent, body)
         match answer:
             case FoundObject():
                 self._created[intent.id] = decode(Pod, answer.body)
@@ -237,6 +237,12 @@ class PodPlatform:
                 raise Rejected(f"{intent.name}: {answer.message}", code=ErrorCode.BAD_TEMPLATE)
             case _:
                 raise Unavailable(f"{intent.name}: {answer.message}")
+
+    async def _create_pod(self, intent: LaunchNode, body: JsonObject) -> ObjectAnswer:
+        return await self._api.create(PODS, body, namespace=self._job.namespace)
+
+    async def _delete_pod(self, name: str, uid: str, grace: int) -> ObjectAnswer:
+        return await self._api.delete(PODS, name, namespace=self._job.namespace, uid=uid, grace=grace)
 
     async def _meet(self, intent: LaunchNode) -> None:
         """There is a pod of this name: ours, of an earlier attempt, or of a job that is gone."""
@@ -281,13 +287,7 @@ class PodPlatform:
 
     async def _delete(self, pod: Pod, *, grace: float) -> None:
         """With a grace of 0 the server would forget the pod while its processes run on: at least one second."""
-        answer = await self._api.delete(
-            PODS,
-            pod.metadata.name,
-            namespace=self._job.namespace,
-            uid=pod.metadata.uid,
-            grace=max(1, math.ceil(grace)),
-        )
+        answer = await self._delete_pod(pod.metadata.name, pod.metadata.uid, max(1, math.ceil(grace)))
         match answer:
             case FoundObject() | NotFound() | Conflict():
                 return  # a conflict says that another pod has the name by now

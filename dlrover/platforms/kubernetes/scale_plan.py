@@ -50,12 +50,23 @@ class ScalePlanSpec(Struct, frozen=True, kw_only=True, rename="camel"):
     """Addresses of the parameter servers in rank order."""
 
 
+class PlanResult(Struct, frozen=True, kw_only=True, rename="camel"):
+    """Of a plan of a master: what the API server refused."""
+
+    name: str
+    """Of the pod."""
+    reason: str = ""
+    message: str = ""
+
+
 class ScalePlanStatus(Struct, frozen=True, kw_only=True, rename="camel"):
     phase: str = ""
     """A `PlanPhase`; empty: no master has seen the plan."""
     message: str = ""
     create_time: str = ""
     finish_time: str = ""
+    results: tuple[PlanResult, ...] = ()
+    """Pods that were refused; the others were created or deleted as the plan says."""
 
 
 class PlanObject(Struct, frozen=True, kw_only=True, rename="camel"):

@@ -54,7 +54,7 @@ def test_version(short_dir: Path) -> None:
         (["status"], "Running here: none"),
         (["stop", "ghost"], "No job ghost of yours"),
         (["status", "--token-file", "/nowhere/token"], "/nowhere/token"),
-        (["master", "--job-name", "j", "--platform", "k8s"], "Use: --platform pyk8s"),
+        (["master", "--job-name", "j", "--platform", "volcano"], "Use: --platform pyk8s"),
         (["master", "--job_name", "j", "--hang_downtime", "0"], "--hang-downtime 0: give a number of minutes"),
         (["master", "--job_name", "j", "--hang-detection", "3"], "give 0 (log only), 1 (tell people) or 2"),
         (["master", "--job_name", "j", "--pre_check_ops", "[1]"], "--pre-check-ops [1]: 1 is no tuple"),

@@ -51,6 +51,11 @@ MASTER = {
     ("events", "none", ""): {"create"},
 }
 """The whole of it. Design, section 10."""
+PLANNER = MASTER | {
+    ("pods", "none", ""): {"get", "list", "watch"},
+    (PLANS, "none", ""): {"get", "list", "watch", "create", "patch", "delete"},
+}
+"""Of a master that leaves its pods to the operator."""
 EDITOR = {
     **{(JOBS, name, ""): set(VERBS) for name in ("demo", "none")},
     **{(JOBS, name, "scale"): {"get", "update", "patch"} for name in ("demo", "none")},
@@ -172,12 +177,14 @@ async def said(api: Client, name: str, reason: str) -> None:
     await api.soon(lambda: api.get(JOBS, name), is_said)
 
 
+@pytest.mark.parametrize(("mode", "rights"), [("pyk8s", MASTER), ("k8s", PLANNER)])
 async def test_a_master_may_do_what_the_design_lists_and_nothing_else(
-    operator: asyncio.subprocess.Process, published: Client
+    operator: asyncio.subprocess.Process, published: Client, mode: str, rights: Rights
 ) -> None:
     """No secrets, no exec, no nodes, and of config maps and jobs its own alone."""
     api = published
-    made = await api.create(JOBS, job("demo", distributionStrategy="AllreduceStrategy"))
+    settings = {"options": {"platform": mode}}
+    made = await api.create(JOBS, job("demo", distributionStrategy="AllreduceStrategy", master=settings))
     assert made.status == 201, made
     masters = lambda: api.get("pods", "elasticjob-demo-dlrover-master-0")  # noqa: E731
     pod = (await api.soon(masters, lambda answer: answer.status == 200)).body
@@ -186,7 +193,7 @@ async def test_a_master_may_do_what_the_design_lists_and_nothing_else(
     master = api.as_user(await token(api, account))
     await api.soon(lambda: master.get("pods"), lambda answer: answer.status == 200)
     await api.soon(lambda: master.get("configmaps", LEDGER), lambda answer: answer.status == 200)
-    assert await rights_of(master) == MASTER
+    assert await rights_of(master) == rights
     elsewhere = await rights_of(master, namespace="default")
     assert elsewhere == {}, "in this namespace alone"
 
@@ -230,7 +237,7 @@ async def test_a_person_who_may_submit_jobs_gains_nothing_beyond_running_pods(
     assert "cordonHosts" not in (await api.get(JOBS, "renamed")).body.get("status", {})
 
 
-async def test_the_operator_may_bind_the_role_of_masters_and_no_other(
+async def test_the_operator_may_bind_the_roles_of_masters_and_no_other(
     operator: asyncio.subprocess.Process, published: Client
 ) -> None:
     api = published
@@ -238,7 +245,12 @@ async def test_the_operator_may_bind_the_role_of_masters_and_no_other(
     await api.soon(lambda: user.get("pods"), lambda answer: answer.status == 200)
     subject = {"kind": "ServiceAccount", "name": "operator", "namespace": api.namespace}
     group = "rbac.authorization.k8s.io"
-    for role, expected in (("dlrover-master", 201), ("cluster-admin", 403), ("dlrover-elasticjob-editor-role", 403)):
+    for role, expected in (
+        ("dlrover-master", 201),
+        ("dlrover-master-plans", 201),
+        ("cluster-admin", 403),
+        ("dlrover-elasticjob-editor-role", 403),
+    ):
         reference = {"apiGroup": group, "kind": "ClusterRole", "name": role}
         body = {"metadata": {"name": f"to-{role}"}, "roleRef": reference, "subjects": [subject]}
         answer = await user.create(f"{RBAC}/rolebindings", body)

@@ -44,9 +44,15 @@ class TrainingJob:
         """What the pods see as /data. Known when the job is submitted."""
 
     async def submit(
-        self, *, has_journal: bool = True, memory: str = "2Gi", restarts: int | None = None, least: int | None = None
+        self,
+        *,
+        has_journal: bool = True,
+        memory: str = "2Gi",
+        restarts: int | None = None,
+        least: int | None = None,
+        mode: str = "",
     ) -> None:
-        """`least`: the job trains with so many workers, too."""
+        """`least`: the job trains with so many workers, too. `mode`: who creates the pods."""
         job, claim = yaml.safe_load_all((EXAMPLE / "job.yaml").read_text())
         job["metadata"]["name"] = self.name
         claim["metadata"]["name"] = f"{self.name}-data"
@@ -63,6 +69,8 @@ class TrainingJob:
         command = [word.replace("--nnodes=3", f"--nnodes={size}") for word in container["command"]]
         container["command"] = [*command, *self._options]
         container["resources"] = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": memory}}
+        if mode:
+            job["spec"]["master"]["options"] = {"platform": mode}
         if not has_journal:
             del job["spec"]["master"]
         program = {

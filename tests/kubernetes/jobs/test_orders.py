@@ -112,3 +112,25 @@ async def test_the_annotation_stops_a_job_in_good_order(cluster: LocalCluster) -
     [failed] = [each for each in (await job.status())["conditions"] if each["type"] == "Failed"]
     assert failed["reason"] == "StoppedByUser"
     assert "enough of it" in failed["message"]
+
+
+async def test_a_master_without_the_right_to_create_pods_leaves_them_to_the_operator(
+    cluster: LocalCluster, undisturbed: TrainingJob
+) -> None:
+    """Mode `k8s`: the same job, the same losses, and a pod that is lost on the way."""
+    job = TrainingJob(cluster, "planned", workers=4, options=(*QUICK, "--pace=0.3"))
+    await job.submit(mode="k8s")
+    await job.until_step(3)
+    pods = await job.until_running()
+    before = job.mains({rank: pods[rank] for rank in (0, 2, 3)})
+    await cluster.api.delete(f"/api/v1/namespaces/default/pods/{pods[1]['metadata']['name']}")
+    await job.until_trained_by(await job.until_replaced(1, pods[1]))
+    now = await job.until_running()
+    assert job.mains({rank: now[rank] for rank in (0, 2, 3)}) == before
+    plans = (await cluster.api.get(f"{PLANS}?labelSelector=scale-type=auto"))["items"]
+    assert {each["type"] for plan in plans for each in plan["spec"].get("createPods", ())} == {"worker"}
+    job.hurry()
+    assert await job.until_ended() == "Succeeded", await job.status()
+    assert job.losses() == pytest.approx(undisturbed.losses(), rel=1e-3)
+    finding = await job.audit()
+    assert (finding["num_seen"], finding["is_complete"]) == (6000, True)

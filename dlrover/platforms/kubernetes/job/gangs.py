@@ -25,7 +25,7 @@ class GangScheduler(enum.StrEnum):
     COSCHEDULING = "coscheduling"
 
 
-class _Terms(Struct, frozen=True, kw_only=True):
+class _GangTerms(Struct, frozen=True, kw_only=True):
     resource: ApiResource
     scheduler_name: str
     label: str = ""
@@ -34,12 +34,12 @@ class _Terms(Struct, frozen=True, kw_only=True):
 
 
 _TERMS = {
-    GangScheduler.VOLCANO: _Terms(
+    GangScheduler.VOLCANO: _GangTerms(
         resource=ApiResource("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup"),
         scheduler_name="volcano",
         annotation="scheduling.k8s.io/group-name",
     ),
-    GangScheduler.COSCHEDULING: _Terms(
+    GangScheduler.COSCHEDULING: _GangTerms(
         resource=ApiResource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup"),
         scheduler_name="scheduler-plugins-scheduler",
         label="scheduling.x-k8s.io/pod-group",

@@ -199,12 +199,39 @@ class OrderBook:
             return False
         owner: JsonObject = {"metadata": {"ownerReferences": [names.owner_reference(self._job.name, self._job.uid)]}}
         await self._patch(plan, owner, "")
+        await self._show_plan(plan.metadata.name)
         return True
 
     async def _finish(self, plan: PlanObject, phase: PlanPhase, message: str) -> None:
         status = {"phase": phase.value, "message": message, "finishTime": _now()}
         await self._patch(plan, {"status": status}, "status")
+        await self._show_plan("")
         log.info("plan ended plan=%s phase=%s message=%s", plan.metadata.name, phase.value, message)
+
+    async def _show_plan(self, name: str) -> None:
+        """In the job's status, while it is carried out. One that cannot be shown holds up nothing."""
+        body: JsonObject = {
+            "apiVersion": ELASTIC_JOBS.api_version,
+            "kind": ELASTIC_JOBS.kind,
+            "metadata": {"name": self._job.name, "namespace": self._job.namespace, "uid": self._job.uid},
+            "status": {"scalePlan": name} if name else {},  # what an apply leaves out is removed
+        }
+        try:
+            answer = await self._api.patch(
+                ELASTIC_JOBS,
+                self._job.name,
+                body,
+                namespace=self._job.namespace,
+                kind=PatchKind.APPLY,
+                subresource="status",
+                field_manager="dlrover-master-plans",
+                force=True,
+            )
+        except Unavailable as error:
+            log.warning("plan not shown plan=%s reason=%s", name, error)
+            return
+        if not isinstance(answer, FoundObject):
+            log.warning("plan not shown plan=%s reason=%s", name, answer.message)
 
     async def _patch(self, plan: PlanObject, body: JsonObject, subresource: str) -> FoundObject | None:
         """None: the plan is gone or has changed."""
