@@ -128,7 +128,7 @@ def lack_room(job: RunningRayJob) -> dict[str, float]:
     free = sum(int(machine.free.get("CPU", 0)) for machine in cluster.machines())
     known = {node["NodeID"] for node in ray.nodes()}
     began = time.monotonic()
-    job.ask(ScaleJob(2, 2 + free + 1))
+    job.ask(ScaleJob(min_nodes=2, max_nodes=2 + free + 1))
     until(lambda: any("It asks for" in node.message for node in waiting(job)), job.output)
     seen = time.monotonic() - began
     adding = threading.Thread(target=job.lab.add_machine)
@@ -139,7 +139,7 @@ def lack_room(job: RunningRayJob) -> dict[str, float]:
     used = time.monotonic() - began
     adding.join()
     job.await_steps(world_size=2 + free + 1)
-    job.ask(ScaleJob(2, 2))
+    job.ask(ScaleJob(min_nodes=2, max_nodes=2))
     return {"pending with a sentence": seen, "new machine is used": used}
 
 

@@ -13,7 +13,7 @@ from dlrover.cli.ray.bulletin import Bulletin
 from dlrover.cli.ray.launch_options import VARIABLE, as_ray_run
 from dlrover.cli.ray.messages import JobOver, Said, ShownLine
 from dlrover.cli.ray.plan import read_run
-from dlrover.platforms.ray.access import load_ray
+from dlrover.platforms.ray.access import connect, load_ray
 from dlrover.platforms.ray.store import JobStore
 from dlrover.protocol.errors import ConfigError
 
@@ -118,3 +118,9 @@ def test_ray_that_is_not_installed_or_too_old_gets_a_sentence(monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"Ray 2\.9\.3 is too old"):
         load_ray()
     assert JobStore("x") is not None, "the store itself needs no Ray until it is asked"
+
+
+def test_an_address_of_rays_client_is_refused_with_what_to_give_instead():
+    """Before the library is asked for anything: `ray` is no module here."""
+    with pytest.raises(ConfigError, match=r"HOST:PORT of the head itself .* ray job submit -- dlrover ray run"):
+        connect(None, "ray://127.0.0.1:10001")

@@ -90,13 +90,14 @@ def test_a_job_file_of_the_original(lab: RayLab, script: str, tmp_path: Path):
 def test_the_working_directory_travels_along(lab: RayLab, tmp_path: Path):
     code = tmp_path / "code"
     code.mkdir()
-    (code / "train.py").write_text("import helper\n")
+    script = f"train-{os.getpid()}.py"  # of all processes of this machine, only ours name it
+    (code / script).write_text("import helper\n")
     (code / "helper.py").write_text("import os; print('helped from', os.getcwd())\n")
-    ended = run_dlrover("ray", "run", "--address", lab.address, "--working-dir", str(code), "--", "train.py")
+    ended = run_dlrover("ray", "run", "--address", lab.address, "--working-dir", str(code), "--", script)
     assert ended.returncode == 0, ended
     assert "helped from" in ended.stdout
     assert str(code) not in ended.stdout
-    lab.await_nothing_left("train.py")
+    lab.await_nothing_left(script)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_the_next_host_continues_a_journal_that_all_machines_see(own_lab: RayLab
     journal.mkdir()
     job = start("--nodes", "2", "--host-machine", home.node_id, launch=(f"--journal={journal}",))
     job.await_steps(world_size=2)
-    job.ask(ScaleJob(1, 2))
+    job.ask(ScaleJob(min_nodes=1, max_nodes=2))
     before = job.status()
     assert (before.min_nodes, before.limits_version) == (1, 1)
 

@@ -34,9 +34,7 @@ app = typer.Typer(name="ray", help="Run jobs on a Ray cluster that exists.", no_
 
 Address = Annotated[
     str,
-    typer.Option(
-        "--address", help="The cluster: HOST:PORT, or ray://HOST:PORT. Not given: RAY_ADDRESS, else the one here."
-    ),
+    typer.Option("--address", help="The cluster: HOST:PORT of its head. Not given: RAY_ADDRESS, else the one here."),
 ]
 JobName = Annotated[str, typer.Argument(help="Name of the job, or the beginning of it; not needed if only one runs.")]
 

@@ -144,12 +144,15 @@ def submit(ray: Any, run: RayRun) -> SubmittedJob:
         registry.forget_result(plan.job_name)
         store.write_plan(msgspec.json.encode(plan))
         start_host(ray, plan, run.secrets(), namespace=namespace_of(plan.job_uid))
-    except BaseException as error:
-        remove_job(ray, plan.job_name, plan.job_uid)
-        if isinstance(error, ray.exceptions.RayError):
+    except ray.exceptions.RayError as error:
+        if registry.result(plan.job_name) is None:
+            remove_job(ray, plan.job_name, plan.job_uid)
             module = missing_module(error)
             why = say_missing(module, "the machine of the job's host") if module else first_lines(error)
             raise ConfigError(f"The host of the job cannot be started: {why}") from error
+        # It began, and was over before it could answer: followers find the result.
+    except BaseException:
+        remove_job(ray, plan.job_name, plan.job_uid)
         raise
     return SubmittedJob(ray, plan.job_name, plan.job_uid)
 

@@ -323,7 +323,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--address",
         default="",
         metavar="A",
-        help="the cluster: HOST:PORT, or ray://HOST:PORT (RAY_ADDRESS, else the one here)",
+        help="the cluster: HOST:PORT of its head (RAY_ADDRESS, else the one here)",
     )
     add("--nodes", default="1", metavar="N|MIN:MAX", help="how many nodes; MIN:MAX for an elastic job (1)")
     add("--nproc-per-node", default="", metavar="P", help="workers on each node, as for dlrover-run (1)")

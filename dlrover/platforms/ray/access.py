@@ -60,6 +60,11 @@ def connect(ray: Any, address: str, *, working_dir: str = "") -> None:
     shown = address or os.environ.get("RAY_ADDRESS", "") or "auto"
     if shown == "local":
         raise ConfigError("--address local would start a Ray cluster of its own. Name a cluster that runs.")
+    if shown.startswith("ray://"):
+        raise ConfigError(
+            f"{shown} is an address for Ray's client, which does not tell what the machines have free. Give HOST:PORT of the head itself "
+            "(usually port 6379), or start the job inside of the cluster: ray job submit -- dlrover ray run ..."
+        )
     _check_listener(shown)
     try:
         # The nodes' output comes by our own calls; Ray would print the same lines again.
@@ -85,7 +90,7 @@ def connect(ray: Any, address: str, *, working_dir: str = "") -> None:
 
 def _check_listener(address: str) -> None:
     """Ray itself tries for minutes to reach an address at which no process listens."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return  # "auto", which Ray looks up on this machine
     try:
