@@ -16,10 +16,10 @@ from dlrover.trainer import environment
 from dlrover.trainer.tensorflow.conf import Conf, load_conf
 from dlrover.trainer.tensorflow.config import EVALUATOR, PS
 from dlrover.trainer.tensorflow.estimator import plain
-from dlrover.trainer.tensorflow.estimator.training import check_estimator, evaluate, train
-from dlrover.trainer.tensorflow.graph.session import TaskServer
+from dlrover.trainer.tensorflow.estimator.training import evaluate, train
 from dlrover.trainer.tensorflow.link import ClusterLink, VersionOver
 from dlrover.trainer.tensorflow.logs import log_steps, log_to_console
+from dlrover.trainer.tensorflow.server import TaskServer
 
 log = logging.getLogger("dlrover.trainer.tensorflow")
 
@@ -59,7 +59,6 @@ def _open_link() -> ClusterLink:
             "This process was started by hand, without an agent of a parameter-server job. Start the job with `dlrover local --ps N`, or "
             "with --platform local_kubernetes."
         )
-    check_estimator()
     log_steps()
     return ClusterLink(where)
 

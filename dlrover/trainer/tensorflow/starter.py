@@ -77,8 +77,8 @@ def _start(args: argparse.Namespace, argv: list[str]) -> int:
         return _start_local(args, argv)
     if importlib.util.find_spec("tensorflow") is None:
         print(
-            "dlrover.trainer: error: TensorFlow is not installed here. Install the extra: pip install 'dlrover[tensorflow-estimator]' "
-            "(TensorFlow 2.15, Python 3.11).",
+            "dlrover.trainer: error: TensorFlow is not installed here. Install an extra: pip install 'dlrover[tensorflow]' (the newest), or "
+            "'dlrover[tensorflow-estimator]' (TensorFlow 2.15 with its own Estimator, Python 3.11).",
             file=sys.stderr,
         )
         return EXIT_USAGE
@@ -99,6 +99,7 @@ def _start_local(args: argparse.Namespace, argv: list[str]) -> int:
             print(f"dlrover.trainer: error: {what}: give {rule}.", file=sys.stderr)
             return EXIT_USAGE
     command = ["--ps", str(args.ps_num), "--evaluator", str(args.evaluator_num), "--nodes", str(args.worker_num)]
+    environ = {"WORKFLOW_ID": "test_id", "USERNUMBER": "test_user", **os.environ}
     job = subprocess.Popen(
         [
             sys.executable,
@@ -110,7 +111,8 @@ def _start_local(args: argparse.Namespace, argv: list[str]) -> int:
             "-m",
             "dlrover.trainer.entry.local_entry",
             *argv,
-        ]
+        ],
+        env=environ,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: job.send_signal(number))
