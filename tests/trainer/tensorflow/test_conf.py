@@ -53,7 +53,7 @@ def test_an_unknown_key_is_kept_with_a_warning_that_names_the_nearest(caplog: py
         ({"train_set": [1]}, "must be a dictionary"),
         ({"train_set": {"reader": None}}, "train_set has no reader"),
         ({"backend": "jax"}, "give auto, graph or coordinator"),
-        ({"backend": "coordinator"}, "coordinator runtime for Keras and custom loops is not there yet"),
+        ({"backend": "coordinator"}, "has no build"),
         ({"data_on_restore": "maybe"}, "give resume or continue"),
     ],
 )
