@@ -53,7 +53,7 @@ def api() -> ModuleType:
         "RunConfig": RunConfig,
         "WarmStartSettings": WarmStartSettings,
         "BestExporter": exporters.BestExporter,
-        "Exporter": exporters.Exporter,
+        "Exporter": exporters.ModelExporter,
         "FinalExporter": exporters.FinalExporter,
         "LatestExporter": exporters.LatestExporter,
         "train_and_evaluate": loop.train_and_evaluate,

@@ -15,8 +15,8 @@ from dlrover.trainer.tensorflow.estimator.layer.evaluation import LOSS
 v1 = tf.compat.v1
 
 
-class Exporter:
-    """A user may have one of his own."""
+class ModelExporter:
+    """`tf.estimator.Exporter`: users may have their own."""
 
     @property
     def name(self) -> str:
@@ -28,7 +28,7 @@ class Exporter:
         raise NotImplementedError
 
 
-class FinalExporter(Exporter):
+class FinalExporter(ModelExporter):
     """Once, in the end."""
 
     def __init__(

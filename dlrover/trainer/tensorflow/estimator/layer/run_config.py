@@ -20,18 +20,12 @@ _CHANGEABLE = frozenset(
 )  # fmt: skip
 _NOT_SAID = object()
 _SAVE_SECS = 600
+_MASTER = "master"
+"""What TensorFlow once called a chief."""
 _PLACED_ON_SERVERS = (
     "Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp", "MutableHashTable", "MutableHashTableV2",
     "MutableHashTableOfTensors", "MutableHashTableOfTensorsV2", "MutableDenseHashTable", "MutableDenseHashTableV2",
 )  # fmt: skip
-
-
-class TaskType:
-    MASTER = "master"
-    PS = PS
-    WORKER = WORKER
-    CHIEF = CHIEF
-    EVALUATOR = EVALUATOR
 
 
 class RunConfig:
@@ -123,12 +117,12 @@ class RunConfig:
         self.cluster_spec = tf.train.ClusterSpec(cluster)
         self.num_ps_replicas = len(cluster.get(PS, []))
         if config is None or not cluster:
-            self.task_type, self.task_id = TaskType.WORKER, 0
+            self.task_type, self.task_id = WORKER, 0
             self.is_chief, self.master, self.evaluation_master = True, "", ""
             self.num_worker_replicas, self.global_id_in_cluster = 1, 0
             return
         self.task_type, self.task_id = config.task.type, config.task.index
-        self.is_chief = self.task_type in (CHIEF, TaskType.MASTER)
+        self.is_chief = self.task_type in (CHIEF, _MASTER)
         is_evaluator = self.task_type == EVALUATOR
         self.master = "" if is_evaluator else config.session_master or self._own_target(cluster)
         self.evaluation_master = ""
@@ -137,7 +131,7 @@ class RunConfig:
             self.num_ps_replicas = self.num_worker_replicas = 0
             self.global_id_in_cluster = None
             return
-        num_chiefs = len(cluster.get(CHIEF, [])) + len(cluster.get(TaskType.MASTER, []))
+        num_chiefs = len(cluster.get(CHIEF, [])) + len(cluster.get(_MASTER, []))
         self.num_worker_replicas = len(cluster.get(WORKER, [])) + num_chiefs
         self.global_id_in_cluster = self.task_id if self.is_chief else self.task_id + num_chiefs
 
