@@ -1,7 +1,7 @@
 """
 The starter of TensorFlow jobs and its flags, under the names and with the defaults that manifests have.
 
-Inside a job it becomes the process that the node's agent asks for. With `--platform local_kubernetes` or `local_ray` it starts the whole job on this
+Inside a job it becomes the process that the node's agent asks for; on a node of a platform that has no agent yet, the agent. With `--platform local_kubernetes` or `local_ray` it starts the whole job on this
 machine: the same nodes, agents and master as everywhere, by `dlrover local`.
 """
 
@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrover.protocol.errors import DLRoverError
@@ -75,6 +75,9 @@ def _start(args: argparse.Namespace, argv: list[str]) -> int:
     is_inside = bool(os.environ.get("DLROVER_AGENT_SOCKET"))
     if "LOCAL" in args.platform and not is_inside:
         return _start_local(args, argv)
+    if not is_inside and os.environ.get("DLROVER_MASTER_ADDR"):
+        command = node_command(argv, os.environ)
+        os.execv(command[0], command)
     if importlib.util.find_spec("tensorflow") is None:
         print(
             "dlrover.trainer: error: TensorFlow is not installed here. Install an extra: pip install 'dlrover[tensorflow]' (the newest), or "
@@ -86,6 +89,16 @@ def _start(args: argparse.Namespace, argv: list[str]) -> int:
 
     run_task(args.conf)
     return 0
+
+
+def node_command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """
+    For a node that a platform has started with the starter as its program, as manifests of the original do: its agent, which starts this program again
+    for each version.
+    """
+    limits = [] if environ.get("PET_NNODES") else [f"--nnodes={max(1, int(environ.get('NODE_NUM') or 1))}"]
+    program = ["-m", "dlrover.trainer.entry.local_entry", *argv]
+    return [sys.executable, "-m", "dlrover.cli.run", "--strategy=ps", *limits, *program]
 
 
 def _start_local(args: argparse.Namespace, argv: list[str]) -> int:
