@@ -119,6 +119,8 @@ $(NEWEST_TF_STAMP): pyproject.toml constraints.tensorflow-newest.txt
 	@test -x $(NEWEST_TF_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_TF_VENV)
 	@echo "Installing the newest TensorFlow into $(NEWEST_TF_VENV) (about 1.3 GB; two minutes the first time)"
 	@$(NEWEST_TF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.tensorflow-newest.txt -e '.[tensorflow]' $(TF_TOOLS)
+	@# With its dependencies it would install all of TensorFlow once more, over the CPU wheel.
+	@$(NEWEST_TF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.tensorflow-newest.txt tf_keras
 	@touch $@
 
 test-tensorflow: $(TF_STAMP) $(NEWEST_TF_STAMP) ## parameter-server jobs with real TensorFlow, 2.15 and the newest, each in an environment of its own (needs Python 3.11)

@@ -62,6 +62,16 @@ def test_a_chief_parks_when_nothing_is_under_way_and_the_next_one_goes_on(tmp_pa
     assert second["told"][1] == ["ModelRestored", saved]
 
 
+@pytest.mark.parametrize("package", ["keras", "tf_keras"])
+def test_programs_may_be_of_either_keras(tmp_path: Path, package: str) -> None:
+    pytest.importorskip(package)
+    found = play(tmp_path, keras=package, conf="keras_conf.Conf", records=2000)
+    assert found["told"][-1] == ["ModelSaved", 200]
+    flat = [float(np.ravel(value)[0]) for value in found["values"].values() if np.shape(value) in ((1,), (1, 1))]
+    assert any(value == pytest.approx(3.0, abs=0.5) for value in flat), flat
+    assert any(value == pytest.approx(1.0, abs=0.5) for value in flat), flat
+
+
 def begin(start: StartJob, *options: str, **environ: object) -> ClusterJob:
     return start("--ps", "2", "--chief", "1", "--nodes", "2", *options, conf=CONF, **environ)
 

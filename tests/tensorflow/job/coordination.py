@@ -68,13 +68,16 @@ class PlayedLink:
 servers = [TaskServer("ps", rank, "127.0.0.1") for rank in range(2)]
 workers = [TaskServer("worker", rank, "127.0.0.1") for rank in range(2)]
 link = PlayedLink(servers, workers)
-conf = load_conf("coordinated_conf.Conf")
+conf = load_conf(os.environ.get("COORDINATED_CONF", "coordinated_conf.Conf"))
 try:
     training.train(conf, link)
 except VersionOver:
     link.told.append(["over", None])
 checkpoint = tf.train.load_checkpoint(tf.train.latest_checkpoint(conf.model_dir))
-seen = checkpoint.get_tensor("seen/.ATTRIBUTES/VARIABLE_VALUE")
-print(json.dumps({"told": link.told, "seen": seen.tolist()}))
+values = {
+    name: checkpoint.get_tensor(name) for name in checkpoint.get_variable_to_shape_map() if name.endswith("_VALUE")
+}
+found = {name: value.tolist() for name, value in values.items() if value.size < 10_000}
+print(json.dumps({"told": link.told, "seen": found.get("seen/.ATTRIBUTES/VARIABLE_VALUE"), "values": found}))
 sys.stdout.flush()
 os._exit(0)  # servers have no other end

@@ -93,7 +93,7 @@ class Coordination:
         self._manager = tf.train.CheckpointManager(
             self._checkpoint, conf.model_dir, max_to_keep=conf.keep_checkpoint_max, checkpoint_name=BASE_NAME
         )
-        self._run_batch = _batch_function(program, conf, self._steps)
+        self._run_batch = _batch_function(program, conf, self._steps, strategy)
         self._reader = conf.train_set.reader
         self._client: Any = None
         if isinstance(self._reader, ElasticReader):
@@ -253,14 +253,14 @@ def _strategy(view: VersionView, address: str) -> Any:
     return tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
 
 
-def _batch_function(program: Program, conf: Conf, steps: Any) -> Any:
+def _batch_function(program: Program, conf: Conf, steps: Any, strategy: Any) -> Any:
     columns, delimiter = list(conf.train_set.columns), conf.train_set.field_delim
     label_of(columns)
 
     @tf.function  # type: ignore[untyped-decorator]
     def run_batch(lines: Any) -> Any:
         features, label = decode(lines, columns, delimiter)
-        loss = program.train_step(features, label)
+        loss = strategy.run(program.train_step, args=(features, label))  # optimizers want the context of a replica
         with tf.control_dependencies([loss]):
             return steps.assign_add(1, read_value=True), loss
 
