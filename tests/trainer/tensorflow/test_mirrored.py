@@ -49,7 +49,8 @@ def no_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_workers_of_a_round_get_the_same_addresses_in_the_order_of_their_ranks() -> None:
-    store, addresses = Store(), {}
+    store = Store()
+    addresses: dict[int, list[str]] = {}
 
     def other() -> None:
         addresses[1] = mirrored._addresses(SimpleNamespace(round=1), 2, store)  # type: ignore[arg-type]

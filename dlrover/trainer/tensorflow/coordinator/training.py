@@ -257,14 +257,13 @@ def _batch_function(program: Program, conf: Conf, steps: Any, strategy: Any) -> 
     columns, delimiter = list(conf.train_set.columns), conf.train_set.field_delim
     label_of(columns)
 
-    @tf.function  # type: ignore[untyped-decorator]
     def run_batch(lines: Any) -> Any:
         features, label = decode(lines, columns, delimiter)
         loss = strategy.run(program.train_step, args=(features, label))  # optimizers want the context of a replica
         with tf.control_dependencies([loss]):
             return steps.assign_add(1, read_value=True), loss
 
-    return run_batch
+    return tf.function(run_batch)
 
 
 def _wait_for_workers(link: ClusterLink) -> VersionView:

@@ -65,7 +65,7 @@ def api() -> ModuleType:
         contents[name] = getattr(tf.compat.v1.train, name)
     for name, value in contents.items():
         setattr(module, name, value)
-    module.__getattr__ = _missing  # type: ignore[method-assign]
+    vars(module)["__getattr__"] = _missing
     return module
 
 

@@ -97,7 +97,7 @@ class BestExporter(LatestExporter):
         name: str = "best_exporter",
         serving_input_receiver_fn: Callable[[], Any] | None = None,
         event_file_pattern: str | None = None,
-        compare_fn: Callable[[dict[str, Any], dict[str, Any]], bool] = _loss_is_smaller,
+        compare_fn: Callable[..., bool] = _loss_is_smaller,
         assets_extra: dict[str, str] | None = None,
         as_text: bool = False,
         exports_to_keep: int | None = 5,
@@ -118,7 +118,7 @@ class BestExporter(LatestExporter):
         self._has_looked_back = True
         if self._best is not None and not self._compare(
             best_eval_result=self._best,
-            current_eval_result=eval_result,  # type: ignore[call-arg]
+            current_eval_result=eval_result,
         ):
             return None
         self._best = eval_result
@@ -131,7 +131,7 @@ class BestExporter(LatestExporter):
                 found = {
                     value.tag: value.simple_value for value in event.summary.value if value.HasField("simple_value")
                 }
-                if found and (best is None or self._compare(best_eval_result=best, current_eval_result=found)):  # type: ignore[call-arg]
+                if found and (best is None or self._compare(best_eval_result=best, current_eval_result=found)):
                     best = found
         return best
 

@@ -31,6 +31,9 @@ _PLACED_ON_SERVERS = (
 class RunConfig:
     """Read-only attributes under the historical names. `replace` gives another one."""
 
+    global_id_in_cluster: int | None
+    """None: of an evaluator."""
+
     def __init__(
         self,
         model_dir: str | os.PathLike[str] | None = None,
