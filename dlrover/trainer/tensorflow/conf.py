@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.tensorflow.reader.base_reader import ElasticReader
 
 log = logging.getLogger("dlrover.trainer.tensorflow")
 
@@ -138,6 +139,9 @@ def merge_confs(confs: Sequence[type], overrides: Mapping[str, Any] | None = Non
             merged[set_name] = _checked_set(set_name, given)
     conf = Conf({**DEFAULTS, **merged})
     _check(conf)
+    reader = conf.train_set.reader
+    if isinstance(reader, ElasticReader) and not conf.enable_dynamic_sharding:
+        reader.set_enable_dynamic_sharding(False)  # each process reads everything
     return conf
 
 

@@ -153,7 +153,10 @@ class Coordination:
         """Whoever waits for a shard settles meanwhile what is under way, and parks."""
         settings = self._conf.train_set
         if self._client is None:
-            yield from in_batches(self._reader, settings.epoch, settings.batch_size)
+            is_ours = isinstance(self._reader, ElasticReader)
+            yield from (
+                self._reader.batches() if is_ours else in_batches(self._reader, settings.epoch, settings.batch_size)
+            )
             return
         while True:
             try:
