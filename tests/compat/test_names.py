@@ -119,7 +119,6 @@ TO_COME = {
     # Spec 08, 12.
     PYTHON + "util.state.store_mananger": "StoreManager",
     # Spec 09.
-    PYTHON + "elastic_agent.tensorflow.hooks": "ReportModelMetricHook ReportModelInfoHook",
     PYTHON + "elastic_agent.tensorflow.profile_extractor": "ProfileExtracter",
     # Spec 11 §2.
     PYTHON + "unified.api.builder": "DLJob DLJobBuilder RLJobBuilder RLRoleType",
