@@ -105,16 +105,30 @@ bench-ray: $(RAY_STAMP) ## a killed worker and a killed node: ours on Ray and Ra
 TF_PYTHON ?= python3.11
 TF_VENV ?= .venv-tf215
 TF_STAMP := $(TF_VENV)/.installed
+# The newest one has no Estimator; ours takes its place there.
+NEWEST_TF_VENV ?= .venv-tf
+NEWEST_TF_STAMP := $(NEWEST_TF_VENV)/.installed
+TF_TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 
 $(TF_STAMP): pyproject.toml constraints.tensorflow.txt
 	@$(TF_PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v[:2] == (3, 11) else f"TensorFlow 2.15 needs Python 3.11, {v.major}.{v.minor} found; set TF_PYTHON=/path/to/python3.11")'
 	@test -x $(TF_VENV)/bin/python || $(TF_PYTHON) -m venv $(TF_VENV)
 	@echo "Installing TensorFlow 2.15 into $(TF_VENV) (about 1.3 GB; two minutes the first time)"
-	@$(TF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.tensorflow.txt -e '.[tensorflow-estimator]' pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
+	@$(TF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.tensorflow.txt -e '.[tensorflow-estimator]' $(TF_TOOLS)
 	@touch $@
 
-test-tensorflow: $(TF_STAMP) ## parameter-server jobs with real TensorFlow 2.15, in an environment of their own (needs Python 3.11)
+$(NEWEST_TF_STAMP): pyproject.toml constraints.tensorflow-newest.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, {v.major}.{v.minor} found; set PYTHON=/path/to/python3.11")'
+	@test -x $(NEWEST_TF_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_TF_VENV)
+	@echo "Installing the newest TensorFlow into $(NEWEST_TF_VENV) (about 1.3 GB; two minutes the first time)"
+	@$(NEWEST_TF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.tensorflow-newest.txt -e '.[tensorflow]' $(TF_TOOLS)
+	@# With its dependencies it would install all of TensorFlow once more, over the CPU wheel.
+	@$(NEWEST_TF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.tensorflow-newest.txt tf_keras
+	@touch $@
+
+test-tensorflow: $(TF_STAMP) $(NEWEST_TF_STAMP) ## parameter-server jobs with real TensorFlow, 2.15 and the newest, each in an environment of its own (needs Python 3.11)
 	$(TF_VENV)/bin/python -m pytest tests/tensorflow
+	$(NEWEST_TF_VENV)/bin/python -m pytest tests/tensorflow
 
 demo-tensorflow: $(TF_STAMP) ## a click-rate model with 2 parameter servers; one is killed, a third joins, every record is counted
 	@$(TF_VENV)/bin/python examples/tensorflow/ctr/demo.py
@@ -185,4 +199,4 @@ licences: $(STAMP) ## write the licences of all pinned packages to docs/referenc
 	$(BIN)/python tools/dependencies.py licences
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest $(TF_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest $(TF_VENV) $(NEWEST_TF_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -3,16 +3,18 @@ What planned changes, lost workers and lost chiefs cost those who go on, and wha
 
     python benchmarks/tensorflow_changes.py [--rounds 3] [--gigabytes 1]
 
-Three parts, each with jobs under `dlrover local`:
+Four parts, each with jobs under `dlrover local`:
 
 * Servers 1 -> 3 -> 2 and an exchange. The pause is the time between the last step before the change and the first one after it, of the chief and of the last
   worker. Beside each the floor of the same minute: `tensorflow_floor.py` ends and forks the same number of processes and restores. A change also
   saves, which the floor does not; the save stands apart.
 * A worker, then the chief, is killed. The pause is the longest time between two steps of each other process around the kill, beside the 99th percentile
   of its steps.
+* A server is stopped (SIGSTOP). The time until the chief's next step is that of two heartbeats, in which its agent finds it, and that of a loss.
 * A model of so many gigabytes of variables on 2 servers: how long a save, the restore after a killed server and a planned change take.
 
-Exit code 1 if a pause is over its limit: 1.3 x the floor and the save for a change, twice the 99th percentile for a kill.
+Exit code 1 if a pause is over its limit: 1.3 x the floor and the save for a change, twice the 99th percentile for a kill, 13 s for a stopped server. `--only`
+runs one part, for a machine that is quiet for minutes only.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import itertools
 import os
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -42,7 +45,7 @@ CHANGES = (
     ("migrate", "--node", "ps-0", "--cpu", "1", "--memory-mb", "0"),
     ("scale", "--replicas", "ps=1"),
 )
-LIMIT_OF_CHANGE, LIMIT_OF_KILL = 1.3, 2.0
+LIMIT_OF_CHANGE, LIMIT_OF_KILL, LIMIT_OF_STOP = 1.3, 2.0, 13.0
 AROUND = 10.0
 """Seconds after a kill in which a pause is looked for."""
 
@@ -51,14 +54,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="how often each change and each kill is made")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of variables; 0: no large model")
+    parser.add_argument("--only", choices=("changes", "kills", "stops", "large"), help="one part; otherwise all")
     options = parser.parse_args()
     import tensorflow  # noqa: F401  once, before the floor forks
 
     with tempfile.TemporaryDirectory(prefix="dlrover-tf-") as name:
         directory = Path(name)
-        is_good = measure_changes(directory, options.rounds)
-        is_good &= measure_kills(directory, options.rounds)
-        if options.gigabytes:
+        is_good = True
+        if options.only in (None, "changes"):
+            is_good &= measure_changes(directory, options.rounds)
+        if options.only in (None, "kills"):
+            is_good &= measure_kills(directory, options.rounds)
+        if options.only in (None, "stops"):
+            is_good &= measure_stops(directory, options.rounds)
+        if options.gigabytes and options.only in (None, "large"):
             measure_large(directory, options.gigabytes)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     return 0 if is_good else 1
@@ -152,6 +161,25 @@ def pause_around(job: ClusterJob, who: str, begin_at: float, killed_at: float) -
     before = [after - first for first, after in itertools.pairwise(times) if after <= killed_at]
     around = [after - first for first, after in itertools.pairwise(times) if after > killed_at]
     return max(around), statistics.quantiles(before, n=100)[98]
+
+
+def measure_stops(directory: Path, rounds: int) -> bool:
+    job = start(directory, "stops", "--ps", "2", "--chief", "1", "--nodes", "1", save_steps=20)
+    times = []
+    try:
+        for version in range(1, rounds + 1):
+            job.wait_for_steps("chief-0", 30, version=version)
+            stopped_at = job.kill("ps-1", signal.SIGSTOP)
+            job.wait_for_steps("chief-0", 1, version=version + 1)
+            times.append(job.steps_of("chief-0", version + 1)[0].at - stopped_at)
+            found = job.decided_at(r"is stopped \(SIGSTOP\)", version) - stopped_at
+            print(
+                f"ps-1 stopped: found after {found:.1f} s, next step of the chief after {times[-1]:.1f} s", flush=True
+            )
+    finally:
+        job.close()
+    print()
+    return max(times) <= LIMIT_OF_STOP
 
 
 def measure_large(directory: Path, gigabytes: float) -> None:

@@ -100,7 +100,7 @@ class Floor:
 
 
 def _serve(rank: int, writer: int) -> None:
-    from dlrover.trainer.tensorflow.graph.session import TaskServer
+    from dlrover.trainer.tensorflow.server import TaskServer
 
     server = TaskServer("ps", rank, "127.0.0.1")
     os.write(writer, server.address.encode())
@@ -113,7 +113,8 @@ def _train(kind: str, rank: int, servers: tuple[str, ...], directory: Path, is_r
 
     from dlrover.trainer.tensorflow.config import VARIABLE, task_config
     from dlrover.trainer.tensorflow.graph.scaffold import WaitingScaffold
-    from dlrover.trainer.tensorflow.graph.session import TaskServer, session_config
+    from dlrover.trainer.tensorflow.graph.session import session_config
+    from dlrover.trainer.tensorflow.server import TaskServer
 
     sys.path.insert(0, str(JOB))
     import counting_conf

@@ -402,6 +402,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.elastic_agent.tensorflow.elastic_ps": _in("tensorflow.elastic_ps", "ElasticPsClient"),
     "dlrover.python.elastic_agent.tensorflow.hooks": {
         "ElasticDataShardReportHook": "dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook:ElasticDataShardReportHook",
+        "ReportModelInfoHook": "dlrover.trainer.tensorflow.hooks.model_info_hook:ReportModelInfoHook",
+        "ReportModelMetricHook": "dlrover.trainer.tensorflow.hooks.model_info_hook:ReportModelInfoHook",
     },
     "dlrover.trainer.util.args_util": {
         name: f"dlrover.trainer.tensorflow.starter:{name}" for name in ("build_parser", "get_parsed_args")
@@ -443,7 +445,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.elastic_agent.context": _all(_INSIDE, "AgentContext get_agent_context"),
     "dlrover.python.elastic_agent.diagnosis.diagnosis_agent": _all(_INSIDE, "DiagnosisAgent"),
     "dlrover.python.elastic_agent.master_client": _all(_INSIDE, "GrpcMasterClient HttpMasterClient RayMasterClient"),
-    "dlrover.python.elastic_agent.tensorflow.hooks": _all(_TENSORFLOW, "ReportModelInfoHook ReportModelMetricHook"),
     "dlrover.python.elastic_agent.tensorflow.profile_extractor": _all(
         _TENSORFLOW, "OperationStats ProfileExtracter TensorStats"
     ),

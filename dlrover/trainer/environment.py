@@ -54,6 +54,8 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     """What it is there: ps, chief, worker or evaluator."""
     task_rank: int = 0
     """Among those of its type."""
+    framework: str = "torch"
+    """What the workers of a world train with; `tensorflow`: each of them needs a `TF_CONFIG`."""
     node_host: str = "localhost"
     """Under which other nodes reach this one."""
     canary_every: int = 0
@@ -88,6 +90,7 @@ def read(environ: Mapping[str, str]) -> WorkerEnvironment | None:
         cluster_version=int(environ.get("DLROVER_CLUSTER_VERSION", "0")),
         task_type=environ.get("DLROVER_TASK_TYPE", ""),
         task_rank=int(environ.get("DLROVER_TASK_RANK", "0")),
+        framework=environ.get("DLROVER_FRAMEWORK", "torch"),
         node_host=environ.get("DLROVER_NODE_HOST", "localhost"),
         canary_every=int(environ.get("DLROVER_CANARY_EVERY", "0")),
         is_step_counted=environ.get("DLROVER_STEP_COUNTED", "") == "1",

@@ -140,7 +140,6 @@ TO_COME = {
     # Spec 08, 12.
     PYTHON + "util.state.store_mananger": "StoreManager",
     # Spec 09.
-    PYTHON + "elastic_agent.tensorflow.hooks": "ReportModelMetricHook ReportModelInfoHook",
     PYTHON + "elastic_agent.tensorflow.profile_extractor": "ProfileExtracter",
 }
 REASONS = {

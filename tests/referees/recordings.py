@@ -47,6 +47,7 @@ PUBLIC = (
     "dlrover.trainer.sharding_client",
     "dlrover.trainer.sync",
     "dlrover.trainer.tensorflow",
+    "dlrover.trainer.tensorflow.coordinator",
     "dlrover.trainer.tensorflow.reader",
     "dlrover.trainer.torch.data",
     *(

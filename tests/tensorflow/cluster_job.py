@@ -20,6 +20,7 @@ PATIENCE = 240.0
 """Seconds for anything that takes a second or ten on a quiet machine."""
 _TASK = re.compile(r"(\w+-\d+) (?:serves|trains in) version (\d+) .*\(pid (\d+)\)")
 _JOB = Path(__file__).with_name("job")
+_OF_NODES = ("--no-warm", "--framework=tensorflow")
 
 
 class Step(NamedTuple):
@@ -39,7 +40,7 @@ class ClusterJob:
         **environ: object,
     ) -> None:
         """
-        `options` of `dlrover local`; a `--no-warm` among them goes to the nodes. `script`: runs in place of a conf class. `environ`: for the
+        `options` of `dlrover local`; `--no-warm` and `--framework=tensorflow` among them go to the nodes. `script`: runs in place of a conf class. `environ`: for the
         conf class or the script.
         """
         self.directory = directory
@@ -47,7 +48,7 @@ class ClusterJob:
         self.model_dir = directory / "model"
         self._log_dir = directory / "logs"
         self._output = directory / "output.txt"
-        of_nodes = [option for option in options if option == "--no-warm"]
+        of_nodes = [option for option in options if option in _OF_NODES]
         command = [
             sys.executable, "-m", "dlrover.cli.main", "local", *(option for option in options if option not in of_nodes),
             "--netns", "off", "--job-name", self.name, "--log-dir", str(self._log_dir),

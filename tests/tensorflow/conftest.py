@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,9 @@ pytest.importorskip(
 )
 
 from tests.tensorflow.cluster_job import ClusterJob
+
+HAS_OWN_ESTIMATOR = importlib.util.find_spec("tensorflow_estimator") is not None
+"""TensorFlow 2.15 and older."""
 
 
 class StartJob(Protocol):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.tensorflow.cluster_job import ClusterJob, checkpoint_values, newest_checkpoint
@@ -131,6 +133,35 @@ def test_a_stopped_parameter_server_is_named_and_replaced(start: StartJob) -> No
     job.wait_for_steps("worker-0", 2, version=2)
     job.close()
     assert not job.left_behind()
+
+
+def test_a_worker_that_sleeps_through_a_change_never_writes_to_the_new_variables(start: StartJob) -> None:
+    """Design 15.9: it wakes up alone, while its agent still sleeps and cannot end it."""
+    job = start("--ps", "2", "--chief", "1", "--nodes", "1", records=2500, pace=0.05, save_steps=40, exact_saves=1)
+    job.wait_until("an exact save", lambda: len(saved_steps(job)) >= 2)
+    job.wait_for_steps("worker-0", len(job.steps("worker-0")) + 3, version=1)
+    worker = psutil.Process(job.pid_of("worker-0"))
+    agent = worker.parent()
+    assert agent is not None
+    agent.suspend()
+    worker.suspend()
+    job.kill("ps-0")
+    job.wait_for_verdict(TRAINS, 2)
+    job.wait_for_steps("chief-0", 2, version=2)
+    num_steps = len(job.steps_of("worker-0", 1))
+    worker.resume()
+    job.wait_for_steps("chief-0", 12, version=2)
+    late = job.steps_of("worker-0", 1)[num_steps:]
+    assert len(late) <= 1, "the step that it slept in is written down; another one there cannot be"
+    agent.resume()
+    assert job.finish() == 0, job.output[-4000:]
+    assert job.steps_of("worker-0", 2), "its node trains on with the new variables"
+    assert seen(job).tolist() == [1.0] * 2500
+
+
+def saved_steps(job: ClusterJob) -> list[int]:
+    """As the chief tells them."""
+    return [int(step) for step in re.findall(r"saved step (\d+) with cut", job.output)]
 
 
 @pytest.mark.parametrize("is_warm", [True, False])

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook import ElasticDataShardReportHook
+from dlrover.trainer.tensorflow.hooks.model_info_hook import model_facts
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,8 @@ from dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook import Elas
         ("dlrover.trainer.tensorflow.hooks.global_step_hook", "GlobalStepHook"),
         ("dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook", "ElasticDataShardReportHook"),
         ("dlrover.python.elastic_agent.tensorflow.hooks", "ElasticDataShardReportHook"),
+        ("dlrover.python.elastic_agent.tensorflow.hooks", "ReportModelInfoHook"),
+        ("dlrover.python.elastic_agent.tensorflow.hooks", "ReportModelMetricHook"),
     ],
 )
 def test_hooks_are_hooks_of_tensorflow(module: str, name: str) -> None:
@@ -25,11 +28,32 @@ def test_hooks_are_hooks_of_tensorflow(module: str, name: str) -> None:
     assert issubclass(found, tf.compat.v1.train.SessionRunHook)
 
 
-def test_what_comes_with_newer_versions_says_so() -> None:
+def test_the_estimator_is_found_under_our_path_too() -> None:
     from dlrover.trainer.tensorflow import estimator
 
-    with pytest.raises(ImportError, match="is not there yet"):
-        estimator.Estimator  # noqa: B018
+    assert estimator.Estimator is tf.estimator.Estimator
+    with pytest.raises(AttributeError):
+        estimator.NoSuchName  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("dlrover.trainer.tensorflow.coordinator.training", ("graph", "estimator")),
+        ("dlrover.trainer.tensorflow.coordinator.serving", ("graph", "estimator")),
+        ("dlrover.trainer.tensorflow.graph.hooks", ("coordinator",)),
+        ("dlrover.trainer.tensorflow.estimator.plain", ("coordinator",)),
+        ("dlrover.trainer.tensorflow.mirrored", ("graph", "estimator", "coordinator")),
+    ],
+)
+def test_no_runtime_imports_the_other(module: str, forbidden: tuple[str, ...]) -> None:
+    code = f"""if True:
+        import sys
+        for name in {forbidden!r}:
+            sys.modules["dlrover.trainer.tensorflow." + name] = None
+        import {module}
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_readers_conf_classes_and_the_starter_import_no_tensorflow() -> None:
@@ -61,3 +85,17 @@ def test_a_shard_report_hook_reports_each_step() -> None:
             for _ in range(3):
                 session.run(add)
     assert client.num_batches == 3
+
+
+def test_the_size_of_a_model_is_read_from_its_graph() -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph:
+        v1.train.get_or_create_global_step()
+        table = v1.get_variable("table", [100, 16])
+        bias = v1.get_variable("bias", [16])
+        v1.train.GradientDescentOptimizer(0.1).minimize(tf.reduce_sum(table.read_value()) + tf.reduce_sum(bias))
+        facts = model_facts(graph)
+    assert (facts.variable_count, facts.total_variable_size, facts.max_variable_size) == (3, 1 + 1600 + 16, 1600)
+    assert facts.op_count == len(graph.get_operations())
+    assert facts.update_op_count > 0
+    assert facts.read_op_count > 0

@@ -493,6 +493,8 @@ def worker_environment(
             DLROVER_TASK_RANK=str(world.task.rank),
             DLROVER_NODE_HOST=config.host,
         )
+    elif config.framework != "torch":
+        environ.update(DLROVER_FRAMEWORK=config.framework, DLROVER_NODE_HOST=config.host)
     if snapshot_home:
         environ["DLROVER_SNAPSHOT_HOME"] = snapshot_home
         environ["DLROVER_SNAPSHOT_FALLBACK"] = os.path.join(config.runtime_dir, "segments")

@@ -261,7 +261,7 @@ class Launcher:
             interpreter=self._settings.interpreter,
             is_warm=self._settings.is_warm,
             preload=self._settings.preload,
-            framework="tensorflow" if self._settings.terms.strategy is Strategy.PS else "torch",
+            framework="tensorflow" if self._settings.terms.strategy is Strategy.PS else self._settings.framework,
             log=self._settings.log,
             watch=self._settings.watch,
             is_tuned=self._settings.tuner is not Tuner.OFF,

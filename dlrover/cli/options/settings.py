@@ -48,6 +48,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     interpreter: str = ""
     is_warm: bool = True
     preload: tuple[str, ...] = ()
+    framework: str = "torch"
     log: WorkerLogConfig = WorkerLogConfig()
     watch: WatchConfig = WatchConfig()
     tls: TlsConfig | None = None
@@ -143,6 +144,7 @@ def build_settings(parsed: Parsed, environment: Environment, *, entry: Entry | N
         interpreter=environment.interpreter,
         is_warm=not parsed.flag("no_warm"),
         preload=_preload(parsed.text("preload")),
+        framework=parsed.text("framework"),
         log=_log(parsed, environment),
         watch=watch_config(parsed, environment),
         tls=_tls(parsed),

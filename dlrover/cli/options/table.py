@@ -297,6 +297,16 @@ OUR_OPTIONS: tuple[Option, ...] = (
     ),
     _option("--no-warm", Kind.FLAG, False, "Start every worker cold, with its own imports.", group=OURS),
     _option(
+        "--framework",
+        Kind.TEXT,
+        "torch",
+        "What the workers train with. tensorflow: TensorFlow is imported once for all workers of a node, and TF_CONFIG names the workers of each "
+        "round, for MultiWorkerMirroredStrategy.",
+        group=OURS,
+        choices=("torch", "tensorflow"),
+        metavar="NAME",
+    ),
+    _option(
         "--preload",
         Kind.TEXT,
         "",

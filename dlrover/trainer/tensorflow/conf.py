@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.tensorflow.reader.base_reader import ElasticReader
 
 log = logging.getLogger("dlrover.trainer.tensorflow")
 
@@ -50,6 +51,7 @@ DEFAULTS: Mapping[str, Any] = {
     "train_set": None,
     "training_chief_hooks": (),
     "training_hooks": (),
+    "worker_join_interval": 60,
 }
 """All known keys. Those of the sets are in `SET_DEFAULTS`."""
 SET_DEFAULTS: Mapping[str, Any] = {
@@ -137,6 +139,9 @@ def merge_confs(confs: Sequence[type], overrides: Mapping[str, Any] | None = Non
             merged[set_name] = _checked_set(set_name, given)
     conf = Conf({**DEFAULTS, **merged})
     _check(conf)
+    reader = conf.train_set.reader
+    if isinstance(reader, ElasticReader) and not conf.enable_dynamic_sharding:
+        reader.set_enable_dynamic_sharding(False)  # each process reads everything
     return conf
 
 
@@ -155,13 +160,13 @@ def _checked_set(name: str, given: Any) -> dict[str, Any]:
 def _check(conf: Conf) -> None:
     if conf.backend not in ("auto", "graph", "coordinator"):
         raise ConfigError(f"backend {conf.backend!r}: give auto, graph or coordinator.")
-    if conf.backend == "coordinator" or (
-        conf.backend == "auto" and conf.build is not None and not conf.classifier_class
-    ):
+    if conf.backend == "auto":
+        conf.put("backend", "coordinator" if conf.build is not None and not conf.classifier_class else "graph")
+    if conf.backend == "coordinator" and not callable(conf.build):
         raise ConfigError(
-            "This version trains Estimator models (backend graph). The coordinator runtime for Keras and custom loops is not there yet."
+            "The conf class has no build: give a function of the conf that returns a coordinator Program."
         )
-    if conf.classifier_class is None:
+    if conf.backend == "graph" and conf.classifier_class is None:
         raise ConfigError("The conf class has no classifier_class: name the Estimator class of your model.")
     if not conf.model_dir:
         raise ConfigError("The conf class has no model_dir: name the directory of its checkpoints.")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+
+_DIRECTORY = "DLROVER_TRAINER_LOG_DIR"
+"""Set: what goes to the console goes to a file of each process, too."""
 
 
 def log_to_console() -> None:
@@ -12,6 +16,12 @@ def log_to_console() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         ours.addHandler(handler)
+        directory = os.environ.get(_DIRECTORY, "")
+        if directory:
+            os.makedirs(directory, exist_ok=True)
+            file = logging.FileHandler(os.path.join(directory, f"trainer.{os.getpid()}.log"), encoding="utf-8")
+            file.setFormatter(handler.formatter)
+            ours.addHandler(file)
         ours.propagate = False
     ours.setLevel(logging.INFO)
 

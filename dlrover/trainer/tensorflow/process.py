@@ -13,13 +13,16 @@ import os
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.cluster import ServerBound
 from dlrover.trainer import environment
+from dlrover.trainer.tensorflow import config
 from dlrover.trainer.tensorflow.conf import Conf, load_conf
 from dlrover.trainer.tensorflow.config import EVALUATOR, PS
+from dlrover.trainer.tensorflow.coordinator import training as coordinating
+from dlrover.trainer.tensorflow.coordinator.serving import serve_worker
 from dlrover.trainer.tensorflow.estimator import plain
-from dlrover.trainer.tensorflow.estimator.training import check_estimator, evaluate, train
-from dlrover.trainer.tensorflow.graph.session import TaskServer
+from dlrover.trainer.tensorflow.estimator.training import evaluate, train
 from dlrover.trainer.tensorflow.link import ClusterLink, VersionOver
 from dlrover.trainer.tensorflow.logs import log_steps, log_to_console
+from dlrover.trainer.tensorflow.server import TaskServer
 
 log = logging.getLogger("dlrover.trainer.tensorflow")
 
@@ -59,14 +62,16 @@ def _open_link() -> ClusterLink:
             "This process was started by hand, without an agent of a parameter-server job. Start the job with `dlrover local --ps N`, or "
             "with --platform local_kubernetes."
         )
-    check_estimator()
     log_steps()
     return ClusterLink(where)
 
 
 def _run(conf: Conf, link: ClusterLink) -> None:
     try:
-        _work(conf, link)
+        if conf.backend == "coordinator":
+            _coordinate(conf, link)
+        else:
+            _work(conf, link)
     except VersionOver:
         link.await_end()
 
@@ -91,3 +96,15 @@ def _work(conf: Conf, link: ClusterLink) -> None:
     server = TaskServer(where.task_type, where.task_rank, where.node_host)
     link.tell(ServerBound(address=server.address))
     train(conf, link, server)
+
+
+def _coordinate(conf: Conf, link: ClusterLink) -> None:
+    match link.where.task_type:
+        case config.CHIEF:
+            coordinating.train(conf, link)
+        case config.EVALUATOR:  # a program says how to train, and nothing about evaluation
+            link.start()
+            link.tell(ServerBound(address=""))
+            link.wait_for_training_end()
+        case _:
+            serve_worker(link)

@@ -1,7 +1,7 @@
 """
 The starter of TensorFlow jobs and its flags, under the names and with the defaults that manifests have.
 
-Inside a job it becomes the process that the node's agent asks for. With `--platform local_kubernetes` or `local_ray` it starts the whole job on this
+Inside a job it becomes the process that the node's agent asks for; on a node of a platform that has no agent yet, the agent. With `--platform local_kubernetes` or `local_ray` it starts the whole job on this
 machine: the same nodes, agents and master as everywhere, by `dlrover local`.
 """
 
@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrover.protocol.errors import DLRoverError
@@ -75,10 +75,13 @@ def _start(args: argparse.Namespace, argv: list[str]) -> int:
     is_inside = bool(os.environ.get("DLROVER_AGENT_SOCKET"))
     if "LOCAL" in args.platform and not is_inside:
         return _start_local(args, argv)
+    if not is_inside and os.environ.get("DLROVER_MASTER_ADDR"):
+        command = node_command(argv, os.environ)
+        os.execv(command[0], command)
     if importlib.util.find_spec("tensorflow") is None:
         print(
-            "dlrover.trainer: error: TensorFlow is not installed here. Install the extra: pip install 'dlrover[tensorflow-estimator]' "
-            "(TensorFlow 2.15, Python 3.11).",
+            "dlrover.trainer: error: TensorFlow is not installed here. Install an extra: pip install 'dlrover[tensorflow]' (the newest), or "
+            "'dlrover[tensorflow-estimator]' (TensorFlow 2.15 with its own Estimator, Python 3.11).",
             file=sys.stderr,
         )
         return EXIT_USAGE
@@ -86,6 +89,16 @@ def _start(args: argparse.Namespace, argv: list[str]) -> int:
 
     run_task(args.conf)
     return 0
+
+
+def node_command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """
+    For a node that a platform has started with the starter as its program, as manifests of the original do: its agent, which starts this program again
+    for each version.
+    """
+    limits = [] if environ.get("PET_NNODES") else [f"--nnodes={max(1, int(environ.get('NODE_NUM') or 1))}"]
+    program = ["-m", "dlrover.trainer.entry.local_entry", *argv]
+    return [sys.executable, "-m", "dlrover.cli.run", "--strategy=ps", *limits, *program]
 
 
 def _start_local(args: argparse.Namespace, argv: list[str]) -> int:
@@ -99,6 +112,7 @@ def _start_local(args: argparse.Namespace, argv: list[str]) -> int:
             print(f"dlrover.trainer: error: {what}: give {rule}.", file=sys.stderr)
             return EXIT_USAGE
     command = ["--ps", str(args.ps_num), "--evaluator", str(args.evaluator_num), "--nodes", str(args.worker_num)]
+    environ = {"WORKFLOW_ID": "test_id", "USERNUMBER": "test_user", **os.environ}
     job = subprocess.Popen(
         [
             sys.executable,
@@ -110,7 +124,8 @@ def _start_local(args: argparse.Namespace, argv: list[str]) -> int:
             "-m",
             "dlrover.trainer.entry.local_entry",
             *argv,
-        ]
+        ],
+        env=environ,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: job.send_signal(number))

@@ -259,6 +259,8 @@ def run(kind: str, target: str, args: Sequence[str]) -> None:
     try:
         if where is not None and where.task_type and not (kind == "module" and target in _STARTERS):
             _join_cluster()
+        if where is not None and where.framework == "tensorflow":
+            importlib.import_module("dlrover.trainer.tensorflow.mirrored").join_world(where)
         match kind:
             case "script":
                 _run_script(module, target, args)

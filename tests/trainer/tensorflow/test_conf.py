@@ -44,6 +44,21 @@ def test_an_unknown_key_is_kept_with_a_warning_that_names_the_nearest(caplog: py
     assert conf.my_own_constant == 1
 
 
+def test_without_dynamic_sharding_each_process_reads_everything() -> None:
+    class Three(ElasticReader):
+        def count_data(self) -> None:
+            self._data_nums = 3
+
+        def read_data_by_index_range(self, start_index: int, end_index: int) -> list[int]:
+            return list(range(start_index, end_index))
+
+    reader = Three("three")
+    merge_confs([Base], {"train_set": {"reader": reader}, "enable_dynamic_sharding": False})
+    reader.set_num_epochs(2)
+    assert list(reader.iterator()) == [0, 1, 2, 0, 1, 2]
+    assert reader.build_data_shard_client() is None
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -53,7 +68,7 @@ def test_an_unknown_key_is_kept_with_a_warning_that_names_the_nearest(caplog: py
         ({"train_set": [1]}, "must be a dictionary"),
         ({"train_set": {"reader": None}}, "train_set has no reader"),
         ({"backend": "jax"}, "give auto, graph or coordinator"),
-        ({"backend": "coordinator"}, "coordinator runtime for Keras and custom loops is not there yet"),
+        ({"backend": "coordinator"}, "has no build"),
         ({"data_on_restore": "maybe"}, "give resume or continue"),
     ],
 )

@@ -9,8 +9,10 @@ import sys
 
 import pytest
 
+from dlrover.cli.options.settings import read_settings
 from dlrover.protocol.errors import ConfigError
-from dlrover.trainer.tensorflow.starter import get_parsed_args, main
+from dlrover.protocol.messages.fleet import Strategy
+from dlrover.trainer.tensorflow.starter import get_parsed_args, main, node_command
 from dlrover.trainer.worker.tf_ray_worker import TFRayWorker
 
 
@@ -55,6 +57,22 @@ def test_without_tensorflow_the_error_names_the_extra(module: str) -> None:
     )
     assert done.returncode == 2
     assert "dlrover[tensorflow-estimator]" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "limits"), [({"NODE_NUM": "3"}, ["--nnodes=3"]), ({"PET_NNODES": "1:4", "NODE_NUM": "3"}, [])]
+)
+def test_a_node_of_a_platform_becomes_its_agent_first(environ: dict[str, str], limits: list[str]) -> None:
+    """Manifests of the original start this program in each pod. The agent starts it again, for each version of the cluster."""
+    command = node_command(["--platform=KUBERNETES", "--conf=conf.TrainConf"], environ)
+    assert command[:3] == [sys.executable, "-m", "dlrover.cli.run"]
+    _, settings = read_settings(
+        command[3:], {**environ, "DLROVER_MASTER_ADDR": "master:50001", "DLROVER_NODE_ID": "2", "NODE_TYPE": "ps"}
+    )
+    assert settings.terms.strategy is Strategy.PS
+    assert settings.entry.target == b"dlrover.trainer.entry.local_entry"
+    assert settings.entry.args == (b"--platform=KUBERNETES", b"--conf=conf.TrainConf")
+    assert command[4:-4] == limits
 
 
 def test_tensorflow_on_ray_is_refused() -> None:

@@ -1,16 +1,19 @@
 """
-Estimator models. This version needs a TensorFlow that has `tf.estimator`; 2.15 is the last one.
+Estimator models. `Estimator` and its companions are TensorFlow's own where it has them (2.15), and DLRover's on 2.16 and newer.
 """
 
 from __future__ import annotations
 
-_NAMES = ("Estimator", "EstimatorSpec", "EvalSpec", "ModeKeys", "RunConfig", "TrainSpec", "train_and_evaluate")
+import importlib
+
+_NAMES = (
+    "BestExporter", "Estimator", "EstimatorSpec", "EvalSpec", "Exporter", "FinalExporter", "LatestExporter", "ModeKeys", "RunConfig",
+    "TrainSpec", "WarmStartSettings", "export", "train_and_evaluate",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    if name in _NAMES:
-        raise ImportError(
-            f"{__name__}.{name}: the layer for TensorFlow 2.16 and newer is not there yet. Use tf.estimator.{name} of TensorFlow 2.15 "
-            "(pip install 'dlrover[tensorflow-estimator]')."
-        )
-    raise AttributeError(name)
+    if name not in _NAMES:
+        raise AttributeError(name)
+    importlib.import_module("dlrover.trainer.tensorflow.estimator.layer.api").offer()
+    return getattr(importlib.import_module("tensorflow").estimator, name)

@@ -3,7 +3,7 @@ Scripts that call `tf.estimator.train_and_evaluate` by themselves, with `TF_CONF
 
 Such a script is no more than a model, its input and two specifications. So a parameter server runs none of it, it only serves. In the chief and the
 workers the script runs, and what it hands to `train_and_evaluate` is trained as the model of a conf class is: with a fresh server, the small
-cluster of the version, and our hooks. Its `RunConfig` says when to save. The evaluator is TensorFlow's own.
+cluster of the version, and our hooks. Its `RunConfig` says when to save. The evaluator runs `train_and_evaluate` as it is.
 
 For that `tf.estimator.train_and_evaluate` is ours in these processes. No class of TensorFlow is changed.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -22,12 +23,13 @@ import tensorflow as tf
 from dlrover.protocol.messages.cluster import ServerBound
 from dlrover.trainer.tensorflow.config import CHIEF, EVALUATOR, VARIABLE, TfConfig, TfTask, task_config
 from dlrover.trainer.tensorflow.estimator.training import TaskTraining, TrainingTerms, join, wait_for_servers
-from dlrover.trainer.tensorflow.graph.session import TaskServer
 from dlrover.trainer.tensorflow.link import ClusterLink, VersionOver
+from dlrover.trainer.tensorflow.server import TaskServer
 
 log = logging.getLogger("dlrover.trainer.tensorflow")
 
 _NAME = "train_and_evaluate"
+_PACKAGE = "tensorflow_estimator"
 _API = "tensorflow_estimator.python.estimator.api._v{}.estimator"
 _NOWHERE = "localhost:1"
 """Stands in lists of TensorFlow that nobody connects to."""
@@ -94,6 +96,7 @@ def _train(link: ClusterLink, server: TaskServer, estimator: Any, train_spec: An
 def _offer(ours: Callable[..., None]) -> None:
     """Under all names that scripts call it by."""
     owners = [tf.estimator, tf.compat.v1.estimator, tf.compat.v2.estimator]
-    owners += [importlib.import_module(_API.format(version)) for version in (1, 2)]
+    if tf.estimator.__name__.startswith(_PACKAGE) or importlib.util.find_spec(_PACKAGE) is not None:
+        owners += [importlib.import_module(_API.format(version)) for version in (1, 2)]
     for owner in owners:
         setattr(owner, _NAME, ours)

@@ -1,5 +1,5 @@
 """
-The real Estimator (TensorFlow 2.15 and older) inside a cluster: the only module that knows `tf.estimator`.
+An Estimator inside a cluster: TensorFlow's own (2.15 and older) or, where it has none, ours.
 
 The user's Estimator is neither changed nor subclassed. A second one calls its model function and puts our hooks and scaffold into what comes back:
 that is all TensorFlow needs to wait for the chief, to save with a cut, and to park.
@@ -14,16 +14,18 @@ from typing import Any
 import tensorflow as tf
 from msgspec import Struct
 
-from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.cluster import ClusterPhase, VersionView
 from dlrover.trainer.tensorflow.conf import CONTINUE, Conf
 from dlrover.trainer.tensorflow.config import CHIEF, VARIABLE, WORKER, task_config
+from dlrover.trainer.tensorflow.estimator.layer.api import offer
 from dlrover.trainer.tensorflow.graph.checkpoints import ModelCheckpoints, newest_checkpoint
 from dlrover.trainer.tensorflow.graph.hooks import ExactSaves, Parking, SavingHook, TrainingHook
 from dlrover.trainer.tensorflow.graph.input import TrainingInput, evaluation_input, serving_input
 from dlrover.trainer.tensorflow.graph.scaffold import WaitingScaffold
-from dlrover.trainer.tensorflow.graph.session import TaskServer, session_config
+from dlrover.trainer.tensorflow.graph.session import session_config
+from dlrover.trainer.tensorflow.hooks.model_info_hook import ReportModelInfoHook
 from dlrover.trainer.tensorflow.link import ClusterLink, VersionOver
+from dlrover.trainer.tensorflow.server import TaskServer
 
 log = logging.getLogger("dlrover.trainer.tensorflow")
 
@@ -31,17 +33,8 @@ _ATTACHED_CHIEF = 1000
 """Task number, among workers, of a chief that comes to living variables: TensorFlow's own chief would restore them under the workers' feet."""
 _FINAL_FLUSH = 60.0
 
-if hasattr(tf, "estimator"):
-    tf.estimator.Estimator  # noqa: B018  TensorFlow loads it at the first use; in a zygote that is now
-
-
-def check_estimator() -> None:
-    """Raises `ConfigError` where TensorFlow has no Estimator."""
-    if not hasattr(tf, "estimator"):
-        raise ConfigError(
-            f"TensorFlow {tf.__version__} has no tf.estimator: it was removed in 2.16. Install the extra dlrover[tensorflow-estimator] "
-            "(TensorFlow 2.15, Python 3.11)."
-        )
+offer()
+tf.estimator.Estimator  # noqa: B018  TensorFlow loads its own at the first use; in a zygote that is now
 
 
 def train(conf: Conf, link: ClusterLink, server: TaskServer) -> None:
@@ -150,9 +143,9 @@ class TaskTraining:
             spec = users.model_fn(features=features, labels=labels, mode=mode, config=config)
             if mode != tf.estimator.ModeKeys.TRAIN:
                 return spec
-            ours = [TrainingHook(self.source, self._parking)] if self._saving is None else [
-                self._saving, TrainingHook(self.source, self._parking)
-            ]  # fmt: skip
+            ours: list[Any] = [TrainingHook(self.source, self._parking)]
+            if self._saving is not None:
+                ours = [self._saving, *ours, ReportModelInfoHook()]
             # Those of a chief that attaches would be left out: TensorFlow does not take it for one.
             of_chief = [*(spec.training_chief_hooks or ()), *self._terms.chief_hooks] if self._is_chief else []
             hooks = [*(spec.training_hooks or ()), *self._terms.hooks, *of_chief, *ours]

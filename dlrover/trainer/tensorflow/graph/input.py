@@ -14,11 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 from dlrover.trainer.tensorflow.conf import Conf
-from dlrover.trainer.tensorflow.reader.base_reader import ElasticReader, ReadingGate
+from dlrover.trainer.tensorflow.reader.base_reader import ElasticReader, ReadingGate, in_batches
 from dlrover.trainer.tensorflow.util.column_info import Column, label_of
-
-_DECODED = ("float32", "float64", "int32", "int64", "string")
-"""What TensorFlow decodes text to; others are cast."""
+from dlrover.trainer.tensorflow.util.decoding import decode
 
 
 class TrainingInput:
@@ -65,7 +63,7 @@ class TrainingInput:
     def _read(self) -> Iterable[list[str]]:
         if isinstance(self.reader, ElasticReader):
             return self.reader.batches(self._gate)
-        return _in_batches(self.reader, self._settings.epoch, self._settings.batch_size)
+        return in_batches(self.reader, self._settings.epoch, self._settings.batch_size)
 
 
 def evaluation_input(settings: Conf) -> Callable[[], Any]:
@@ -79,7 +77,7 @@ def evaluation_input(settings: Conf) -> Callable[[], Any]:
             reader.set_batch_size(settings.batch_size)
             generator: Callable[[], Iterable[list[str]]] = reader.whole
         else:
-            generator = lambda: _in_batches(reader, 1, settings.batch_size)  # noqa: E731
+            generator = lambda: in_batches(reader, 1, settings.batch_size)  # noqa: E731
         lines = tf.data.Dataset.from_generator(generator, output_signature=tf.TensorSpec([None], tf.string))
         return lines.map(lambda batch: decode(batch, columns, settings.field_delim))
 
@@ -98,29 +96,3 @@ def serving_input(columns: list[Column]) -> Callable[[], Any]:
         return tf.estimator.export.ServingInputReceiver(features, dict(features))
 
     return build
-
-
-def decode(batch: Any, columns: list[Column], delimiter: str) -> tuple[dict[str, Any], Any]:
-    """Features by name, and the label."""
-    names = [column.tensor_dtype if column.tensor_dtype in _DECODED else "int64" for column in columns]
-    defaults = [tf.constant([column.default], dtype=name) for column, name in zip(columns, names, strict=True)]
-    fields = tf.io.decode_csv(batch, record_defaults=defaults, field_delim=delimiter)
-    cast = {
-        column.name: tf.cast(field, column.tensor_dtype) if column.tensor_dtype not in _DECODED else field
-        for column, field in zip(columns, fields, strict=True)
-    }
-    label = cast.pop(label_of(columns).name)
-    return cast, label
-
-
-def _in_batches(reader: Any, num_epochs: int, batch_size: int) -> Iterator[list[str]]:
-    """Of any object with `iterator()`."""
-    for _ in range(num_epochs):
-        batch: list[str] = []
-        for record in reader.iterator():
-            batch.append(record)
-            if len(batch) == batch_size:
-                yield batch
-                batch = []
-        if batch:
-            yield batch

@@ -131,3 +131,16 @@ class ElasticReader:
             if shard is None:
                 return
             yield shard.start, shard.end
+
+
+def in_batches(reader: Any, num_epochs: int, batch_size: int) -> Iterator[list[str]]:
+    """Of any object with `iterator()`."""
+    for _ in range(num_epochs):
+        batch: list[str] = []
+        for record in reader.iterator():
+            batch.append(record)
+            if len(batch) == batch_size:
+                yield batch
+                batch = []
+        if batch:
+            yield batch

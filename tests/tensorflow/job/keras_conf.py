@@ -1,0 +1,52 @@
+"""A line fitted by Keras 3 or by `tf_keras`, with its optimizer, as a program of the coordinator."""
+
+import importlib
+import os
+
+import tensorflow as tf
+
+from dlrover.trainer.tensorflow.coordinator import Program
+from dlrover.trainer.tensorflow.reader.base_reader import ElasticReader
+from dlrover.trainer.tensorflow.util.column_info import Column
+
+PACKAGE = os.environ["COORDINATED_KERAS"]
+NUM_RECORDS = int(os.environ.get("COORDINATED_RECORDS", "600"))
+
+
+class Points(ElasticReader):
+    """Of y = 3x + 1."""
+
+    def count_data(self):
+        self._data_nums = NUM_RECORDS
+
+    def read_data_by_index_range(self, start_index, end_index):
+        return (f"{number % 10 / 10},{3 * (number % 10) / 10 + 1}" for number in range(start_index, end_index))
+
+
+def build(conf):
+    keras = importlib.import_module(PACKAGE)
+    model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.build([None, 1])
+    optimizer = keras.optimizers.Adam(0.1)
+    optimizer.build(model.trainable_variables)
+
+    def train_step(features, label):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(features["x"][:, None])[:, 0] - label))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return Program(train_step, {"model": model, "optimizer": optimizer})
+
+
+class Conf:
+    build = staticmethod(build)
+    model_dir = os.path.join(os.environ["COORDINATED_DIR"], "model")
+    save_steps = 20
+    train_set = {
+        "reader": Points("points"),
+        "columns": [Column.create(name="x"), Column.create(name="y", is_label=True)],
+        "epoch": 1,
+        "batch_size": 10,
+    }

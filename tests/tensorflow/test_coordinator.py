@@ -1,0 +1,170 @@
+"""The coordinator runtime with real processes, signals and TensorFlow: one process runs the program, workers and servers serve it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tensorflow.cluster_job import ClusterJob, checkpoint_values, newest_checkpoint
+from tests.tensorflow.conftest import HAS_OWN_ESTIMATOR, StartJob
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.slow,
+    pytest.mark.skipif(HAS_OWN_ESTIMATOR, reason="tested with the newest TensorFlow"),
+]
+
+CONF = "coordinated_conf.Conf"
+TRAINS = r"Version \d+ trains"
+VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def play(directory: Path, **environ: object) -> dict[str, Any]:
+    """The chief alone, with servers in its own process and a master that agrees to everything."""
+    own = {f"COORDINATED_{name.upper()}": str(value) for name, value in {"dir": directory, **environ}.items()}
+    usual = {"DLROVER_CLUSTER_VERSION": "1", "TF_NUM_INTEROP_THREADS": "16", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    job = Path(__file__).with_name("job")
+    done = subprocess.run(
+        [sys.executable, "coordination.py"],
+        cwd=job, env={**os.environ, **usual, **own}, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_each_record_is_trained_once_and_saves_wait_for_all_batches(tmp_path: Path) -> None:
+    found = play(tmp_path, records=300)
+    assert found["seen"] == [1.0] * 300
+    told = [name for name, _ in found["told"]]
+    assert told[:4] == ["ServerBound", "ModelRestored", "TakeCut", "ModelSaved"]
+    assert set(told[2:]) == {"TakeCut", "ModelSaved"}
+    saved = [step for name, step in found["told"] if name == "ModelSaved"]
+    assert saved[0] == 0
+    assert saved == sorted(set(saved))
+    assert saved[-1] == 30
+
+
+def test_a_chief_parks_when_nothing_is_under_way_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    first = play(tmp_path, records=300, park_at=10, save_steps=10)
+    assert [name for name, _ in first["told"][-4:]] == ["ProcessParked", "TakeCut", "ModelSaved", "over"]
+    saved = first["told"][-2][1]
+    assert sum(first["seen"]) == 10 * saved
+    second = play(tmp_path, records=300)
+    assert second["told"][1] == ["ModelRestored", saved]
+
+
+@pytest.mark.parametrize("package", ["keras", "tf_keras"])
+def test_programs_may_be_of_either_keras(tmp_path: Path, package: str) -> None:
+    pytest.importorskip(package)
+    found = play(tmp_path, keras=package, conf="keras_conf.Conf", records=2000)
+    assert found["told"][-1] == ["ModelSaved", 200]
+    flat = [float(np.ravel(value)[0]) for value in found["values"].values() if np.shape(value) in ((1,), (1, 1))]
+    assert any(value == pytest.approx(3.0, abs=0.5) for value in flat), flat
+    assert any(value == pytest.approx(1.0, abs=0.5) for value in flat), flat
+
+
+def begin(start: StartJob, *options: str, **environ: object) -> ClusterJob:
+    return start("--ps", "2", "--chief", "1", "--nodes", "2", *options, conf=CONF, **environ)
+
+
+def seen(job: ClusterJob) -> np.ndarray:
+    """How often the final model has learned from each record."""
+    return checkpoint_values(newest_checkpoint(job.model_dir))[f"seen{VALUE}"]
+
+
+def is_reading_on(job: ClusterJob, version: int) -> None:
+    job.wait_for_verdict(TRAINS, version)
+    job.wait_for_steps("chief-0", 8, version=version)
+
+
+def test_a_program_trains_to_the_end_of_its_data(start: StartJob) -> None:
+    job = begin(start, "--evaluator", "1", records=1500)
+    assert job.finish() == 0, job.output[-4000:]
+    assert seen(job).tolist() == [1.0] * 1500
+    assert job.matching("The job ends \\(Completed\\)")
+    assert len(job.matching(TRAINS)) == 1
+    assert "with 2 servers and 2 workers" in job.output
+
+
+def test_lost_servers_cost_what_came_after_the_last_checkpoint(start: StartJob) -> None:
+    """Saves of a coordinator are exact: whatever is lost, the model has learned from each record once."""
+    job = begin(start, records=3000, pace=0.05, save_steps=20)
+    for version in (1, 2):
+        is_reading_on(job, version)
+        job.wait_until("a checkpoint", lambda at=version: len(job.output.split("saved step")) > 2 * at)  # type: ignore[misc]
+        saved = int(checkpoint_values(newest_checkpoint(job.model_dir))[f"global_step{VALUE}"])
+        job.kill(f"ps-{version - 1}")
+        said = job.wait_for_verdict(TRAINS, version + 1)
+        assert int(said.split("of step ")[1].split()[0]) >= saved
+    assert job.finish() == 0, job.output[-4000:]
+    assert seen(job).tolist() == [1.0] * 3000
+
+
+def test_a_lost_worker_comes_back_where_it_was(start: StartJob) -> None:
+    job = begin(start, records=2500, pace=0.05)
+    is_reading_on(job, 1)
+    job.kill("worker-0")
+    job.wait_for_verdict("worker-0 starts again")
+    assert job.finish() == 0, job.output[-4000:]
+    assert len(job.matching(TRAINS)) == 1, "no other version"
+    # A batch of the killed process may have landed before its answer was lost; it was run again.
+    counts = seen(job)
+    assert counts.min() == 1.0
+    assert counts.sum() <= 2500 + 2 * 10
+
+
+def test_a_lost_chief_goes_back_to_its_last_checkpoint(start: StartJob) -> None:
+    job = begin(start, records=2500, pace=0.05)
+    is_reading_on(job, 1)
+    job.kill("chief-0")
+    job.wait_for_verdict("the coordinator has started again")
+    job.wait_for_verdict(TRAINS, 2)
+    assert job.finish() == 0, job.output[-4000:]
+    assert seen(job).tolist() == [1.0] * 2500
+
+
+def test_planned_changes_lose_no_record(start: StartJob) -> None:
+    job = begin(start, records=3000, pace=0.05, save_steps=100_000)
+    for version, count in ((1, 3), (2, 1)):
+        is_reading_on(job, version)
+        job.command("scale", "--replicas", f"ps={count}")
+        assert f"on {count} parameter servers" in job.wait_for_verdict(TRAINS, version + 1)
+    assert job.finish() == 0, job.output[-4000:]
+    assert seen(job).tolist() == [1.0] * 3000
+
+
+def test_a_stopped_server_is_named_and_replaced(start: StartJob) -> None:
+    job = begin(start, records=100_000, pace=0.05)
+    is_reading_on(job, 1)
+    job.kill("ps-1", signal.SIGSTOP)
+    assert "ps-1" in job.wait_for_verdict("is stopped \\(SIGSTOP\\)")
+    is_reading_on(job, 2)
+    job.close()
+    assert not job.left_behind()
+
+
+def test_workers_that_come_later_join_with_the_next_version(start: StartJob) -> None:
+    job = begin(start, records=6000, pace=0.05, join=0)
+    is_reading_on(job, 1)
+    job.command("scale", "--replicas", "worker=3")
+    job.wait_for_verdict("worker-2 joins")
+    job.wait_for_verdict(TRAINS, 2)
+    assert "with 2 servers and 3 workers" in job.output
+    assert job.finish() == 0, job.output[-4000:]
+    assert seen(job).tolist() == [1.0] * 6000
+
+
+def test_a_program_that_cannot_be_built_ends_the_job_with_its_traceback(start: StartJob) -> None:
+    job = begin(start, fault="model")
+    assert job.finish() == 1
+    assert "this model cannot be built" in job.output
+    assert job.matching("The job ends \\(CodeError\\)")
