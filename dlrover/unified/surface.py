@@ -43,6 +43,7 @@ class Role(Struct, frozen=True, kw_only=True):
     is_driver: bool = True
     on_failure: OnFailure = OnFailure.JOB
     max_restarts: int = 3
+    restart_pause: float = 1.0
     env: Mapping[str, str] = {}
     per_group: int = 1
     options: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ class Role(Struct, frozen=True, kw_only=True):
         driver: bool = False,
         on_failure: str | OnFailure = "",
         max_restarts: int = 3,
+        restart_pause: float = 1.0,
         env: Mapping[str, str] | None = None,
         per_group: int = 1,
         process_group: ProcessGroup | None = None,
@@ -87,6 +89,7 @@ class Role(Struct, frozen=True, kw_only=True):
             is_driver=driver,
             on_failure=_on_failure(name, on_failure or (OnFailure.JOB if driver else OnFailure.INSTANCE)),
             max_restarts=max_restarts,
+            restart_pause=restart_pause,
             env=dict(env or {}),
             per_group=per_group,
             process_group=process_group,
@@ -109,6 +112,7 @@ class Role(Struct, frozen=True, kw_only=True):
         driver: bool = True,
         on_failure: str | OnFailure = OnFailure.SELF,
         max_restarts: int = 3,
+        restart_pause: float = 1.0,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> Role:
@@ -131,13 +135,16 @@ class Role(Struct, frozen=True, kw_only=True):
             is_driver=driver,
             on_failure=_on_failure(name, on_failure),
             max_restarts=max_restarts,
+            restart_pause=restart_pause,
             env=dict(env or {}),
             options=tuple(options),
             standby=standby,
         )
 
     @classmethod
-    def stream(cls, name: str, *, batch: int, lease: float = 30.0, max_restarts: int = 100) -> Role:
+    def stream(
+        cls, name: str, *, batch: int, lease: float = 30.0, max_restarts: int = 100, restart_pause: float = 1.0
+    ) -> Role:
         """Hands items from feeders to trainers, `batch` keys for each step. It may be lost: what it held is made again."""
         if batch < 1 or not lease > 0:
             raise ConfigError(
@@ -151,6 +158,7 @@ class Role(Struct, frozen=True, kw_only=True):
             is_driver=False,
             on_failure=OnFailure.INSTANCE,
             max_restarts=max_restarts,
+            restart_pause=restart_pause,
             batch=batch,
             lease=lease,
         )
@@ -293,6 +301,7 @@ def _spec_of(role: Role) -> RoleSpec:
         is_driver=role.is_driver,
         on_failure=role.on_failure,
         max_restarts=role.max_restarts,
+        restart_pause=role.restart_pause,
     )
 
 

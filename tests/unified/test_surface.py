@@ -109,4 +109,3 @@ def test_a_layout_that_cannot_be_placed_names_what_is_too_large():
         check_room(lay_out([Placed(name="a", count=4, demand={"CPU": 2.0})], []), machines)
     with pytest.raises(ConfigError, match="STRICT_SPREAD needs a machine for each of 3 bundles"):
         check_room(lay_out([Placed(name="a", count=3, demand={"CPU": 1.0})], [], spread=Spread.STRICT_SPREAD), machines)
-

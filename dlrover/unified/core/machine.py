@@ -277,13 +277,13 @@ class EnsembleMachine:
         if way is OnFailure.INSTANCE:
             if instance.budget.take(limit, state.now):
                 self._verdicts.append(f"{instance_id} failed ({instance.cause}): it restarts alone.")
-                self._restart(instance_id, pause=instance.budget.pause())
+                self._restart(instance_id, pause=instance.budget.pause(role.spec.restart_pause))
                 return
             way = ESCALATION[way]
         if way is OnFailure.ROLE:
             if role.budget.take(limit, state.now):
                 self._verdicts.append(f"{instance_id} failed ({instance.cause}): role {instance_id.role} restarts.")
-                self._restart_role(instance_id.role, role, pause=role.budget.pause())
+                self._restart_role(instance_id.role, role, pause=role.budget.pause(role.spec.restart_pause))
                 return
             way = ESCALATION[way]
         if way is OnFailure.JOB and state.budget.take(spec.max_job_restarts, state.now):

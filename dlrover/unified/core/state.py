@@ -6,7 +6,7 @@ import enum
 
 from msgspec import Struct, field
 
-from dlrover.protocol.messages.identity import MICROS_PER_SECOND, Micros
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, Micros, micros
 from dlrover.unified.core.messages import InstanceId, StageOfJob
 from dlrover.unified.core.spec import EnsembleSpec, RoleSpec
 
@@ -55,11 +55,11 @@ class Budget(Struct):
         self.since = now
         return True
 
-    def pause(self) -> Micros:
-        """Before the restart that was just taken: 0, 1, 2, 4 … 30 s."""
+    def pause(self, first: float = 1.0) -> Micros:
+        """Before the restart that was just taken: 0, then the first, and twice as long each time, at most 30 s."""
         if self.used <= 1:
             return Micros(0)
-        return Micros(min(LONGEST_PAUSE, MICROS_PER_SECOND << min(self.used - 2, 10)))
+        return Micros(min(LONGEST_PAUSE, micros(first) << min(self.used - 2, 10)))
 
 
 class Instance(Struct):

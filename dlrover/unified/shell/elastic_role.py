@@ -28,9 +28,9 @@ from dlrover.platforms.ray.store import JobStore, Registered, Registry, get
 from dlrover.protocol.errors import JobError, Unavailable
 from dlrover.unified.core.messages import InstanceId
 from dlrover.unified.plan import PLAN, EnsemblePlan
-from dlrover.unified.runtime.relay_frames import SOCKET_VARIABLE
+from dlrover.unified.runtime.relay_frames import SOCKET_VARIABLE, Welcome
 from dlrover.unified.runtime.wire import HEADER
-from dlrover.unified.shell.actor_wire import as_ray_part, start
+from dlrover.unified.shell.actor_wire import ActorWire, as_ray_part, start
 from dlrover.unified.shell.relay import Relay
 from dlrover.unified.shell.room import JobRoom, group_name
 
@@ -57,7 +57,14 @@ class RoleNode(LauncherActor):
         environ = super()._environ(order)
         uid, role = environ[UID_VARIABLE], environ[ROLE_VARIABLE]
         plan = PLAN.decode(get(plan_key(uid)) or b"")
-        self._relay = Relay(plan, role, sub_uid=order.job_uid, actor=f"{NODE_PREFIX}{order.intent.id}")
+        num_ranks = {name: each.num_ranks for name, each in plan.roles.items()}
+        self._relay = Relay(
+            ActorWire(uid, num_ranks, asyncio.get_running_loop()),
+            Welcome(job=plan.spec.name, job_uid=uid, role=role, num_ranks=num_ranks),
+            plan.config,
+            namespace=namespace_of(order.job_uid),
+            actor=f"{NODE_PREFIX}{order.intent.id}",
+        )
         path = os.path.join(self._directory.path, SOCKET)
         self._relay.open(path)
         return {**environ, SOCKET_VARIABLE: path}

@@ -31,6 +31,7 @@ from dlrover.unified.runtime.wire import HEADER, Ending
 from dlrover.unified.shell.actor_wire import ActorWire, as_ray_part
 from dlrover.unified.shell.book import Place
 from dlrover.unified.shell.messages import ORDER, InstanceEnd, InstanceOrder, pack
+from dlrover.unified.shell.printed_lines import PrintedLines
 from dlrover.unified.shell.process_group import historical_variables, joined
 
 USER_THREAD = "user_main_thread"
@@ -51,6 +52,7 @@ class InstanceActor:
         self._ready: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._over: asyncio.Future[bytes] | None = None
         self._store = ClusterKeyValues()
+        self._printed = PrintedLines()
         self._num_answers = 0
         self._is_idle = asyncio.Event()
         on_raylet_end(lambda: os._exit(1))
@@ -89,6 +91,10 @@ class InstanceActor:
                     await self._is_idle.wait()
         self._leave()
         os._exit(0)
+
+    async def output(self) -> bytes:
+        """The next lines that the user's code has printed; waits for them. One question at a time."""
+        return await self._printed.take()
 
     async def describe(self) -> int:
         return os.getpid()

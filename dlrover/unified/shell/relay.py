@@ -13,11 +13,8 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from dlrover.platforms.ray.access import namespace_of
-from dlrover.unified.plan import EnsemblePlan
 from dlrover.unified.runtime.relay_frames import (
     HEAD_BYTES,
     LENGTH_BYTES,
@@ -35,8 +32,8 @@ from dlrover.unified.runtime.relay_frames import (
     read_message,
 )
 from dlrover.unified.runtime.wire import CallHeader, Parts, Raised
-from dlrover.unified.shell.actor_wire import ActorWire, start
-from dlrover.unified.shell.book import Place
+from dlrover.unified.shell.actor_wire import start
+from dlrover.unified.shell.book import KeyBook, Place
 from dlrover.unified.shell.sender import CalleeGone
 
 log = logging.getLogger(__name__)
@@ -45,16 +42,26 @@ BUFFER = 1 << 22
 """Bytes that a socket holds before its sender waits."""
 
 
+class OutwardWire(Protocol):
+    """Of the node actor to the rest of the job."""
+
+    book: KeyBook
+
+    async def send(self, role: str, rank: int, header: CallHeader, parts: Parts) -> Parts:
+        """Raises `Raised`."""
+
+
 class Relay:
     """Of one node."""
 
-    def __init__(self, plan: EnsemblePlan, role: str, *, sub_uid: str, actor: str) -> None:
-        self._plan = plan
-        self._role = role
-        self._namespace = namespace_of(sub_uid)
+    def __init__(self, wire: OutwardWire, welcome: Welcome, config: bytes, *, namespace: str, actor: str) -> None:
+        """`welcome` and `config`: for each worker that comes. `namespace`, `actor`: where this node is called."""
+        self._wire = wire
+        self._welcome = welcome
+        self._config = config
+        self._role = welcome.role
+        self._namespace = namespace
         self._actor = actor
-        num_ranks: Mapping[str, int] = {name: each.num_ranks for name, each in plan.roles.items()}
-        self._wire = ActorWire(plan.job_uid, num_ranks, asyncio.get_running_loop())
         self._workers: dict[int, _Worker] = {}
         """By rank: those that serve."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -93,11 +100,7 @@ class Relay:
                 match message:
                     case Hello(rank, pid):
                         log.debug("worker joined rank=%d pid=%d", rank, pid)
-                        num_ranks = dict(self._wire.roles())
-                        welcome = Welcome(
-                            job=self._plan.spec.name, job_uid=self._plan.job_uid, role=self._role, num_ranks=num_ranks
-                        )
-                        await worker.send(welcome, [self._plan.config])
+                        await worker.send(self._welcome, [self._config])
                     case Serve(repeatable):
                         self._enter(rank, worker, repeatable)
                         assert worker.place is not None
