@@ -15,7 +15,7 @@ from msgspec import Struct
 from dlrover.cli.ray.messages import RayJobPlan
 from dlrover.unified.core.spec import EnsembleSpec
 from dlrover.unified.entry import EntryPoint
-from dlrover.unified.layout import Layout
+from dlrover.unified.layout import BundleLayout
 
 
 class RoleKind(enum.StrEnum):
@@ -61,7 +61,7 @@ class EnsemblePlan(Struct, frozen=True, kw_only=True):
     job_uid: str
     spec: EnsembleSpec
     roles: dict[str, RolePlan]
-    layout: Layout
+    layout: BundleLayout
     config: bytes = b""
     """The user's object, as the user pickled it. Opened by the instances alone."""
     environ: dict[str, str] = {}

@@ -19,8 +19,8 @@ from msgspec import Struct, structs
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec, check_spec
-from dlrover.unified.entry import EntryKind, check_entry, read_entry
-from dlrover.unified.layout import CPU, GPU, MEMORY, Layout, Placed, Spread, lay_out
+from dlrover.unified.entry import EntryPointKind, check_entry, read_entry
+from dlrover.unified.layout import CPU, GPU, MEMORY, BundleLayout, RoleSize, Spread, lay_out
 from dlrover.unified.plan import EnsemblePlan, ProcessGroup, RoleKind, RolePlan
 
 if TYPE_CHECKING:
@@ -219,14 +219,14 @@ class Ensemble:
             environ=self._env,
         )
 
-    def layout(self) -> Layout:
+    def layout(self) -> BundleLayout:
         """Raises `ConfigError`."""
         try:
             spread = Spread(self._spread)
         except ValueError as error:
             raise ConfigError(f"spread {self._spread!r}: give one of {', '.join(Spread)}.") from error
         placed = [
-            Placed(name=role.name, count=role.count, demand=role.demand, per_group=role.per_group)
+            RoleSize(name=role.name, count=role.count, demand=role.demand, per_group=role.per_group)
             for role in self.roles
         ]
         return lay_out(placed, self._together, spread=spread)
@@ -252,7 +252,7 @@ class Ensemble:
                 process_group=role.process_group,
                 is_named_as_of_old=role.is_named_as_of_old,
             )
-        if entry.kind is not EntryKind.COMMAND:
+        if entry.kind is not EntryPointKind.COMMAND:
             check_entry(entry, role.name, working_dir=self._working_dir)
         return RolePlan(
             kind=role.kind,
@@ -269,7 +269,7 @@ def _elastic_plan(role: Role, job_name: str, working_dir: str) -> Any:
 
     extra = {name: amount for name, amount in role.demand.items() if name not in (CPU, GPU, MEMORY)}
     entry = read_entry(role.entry)
-    if entry.kind is EntryKind.COMMAND:
+    if entry.kind is EntryPointKind.COMMAND:
         command = entry.words
     else:
         command = ["-m", "dlrover.unified.runtime.forked_entry", entry.text]

@@ -14,10 +14,10 @@ import pytest
 
 from dlrover.unified.runtime.methods import Methods, rpc
 from dlrover.unified.runtime.relay_client import RelayWire
-from dlrover.unified.runtime.relay_frames import BadFrame, Welcome, read_head, read_message
+from dlrover.unified.runtime.relay_frames import BadFrame, WorkerWelcome, read_head, read_message
 from dlrover.unified.runtime.wire import CallHeader, Parts, Raised, RoleGone, as_error, as_raised, freeze, thaw
 from dlrover.unified.shell.book import KeyBook
-from dlrover.unified.shell.relay import Relay
+from dlrover.unified.shell.relay import CallRelay
 from dlrover.unified.shell.sender import CalleeGone
 from tests.unified.key_values import FakeKeyValues
 
@@ -56,10 +56,10 @@ class Adder:
 
 
 @asynccontextmanager
-async def relayed(tmp_path: Path) -> AsyncIterator[tuple[Relay, FakeWire, RelayWire]]:
+async def relayed(tmp_path: Path) -> AsyncIterator[tuple[CallRelay, FakeWire, RelayWire]]:
     wire = FakeWire()
-    welcome = Welcome(job="job", job_uid="uid", role="policy", num_ranks={"policy": 2, "other": 1})
-    relay = Relay(wire, welcome, b"config", namespace="ns", actor="node-1")
+    welcome = WorkerWelcome(job="job", job_uid="uid", role="policy", num_ranks={"policy": 2, "other": 1})
+    relay = CallRelay(wire, welcome, b"config", namespace="ns", actor="node-1")
     path = os.path.join(tmp_path, "s")
     relay.open(path)
     worker = await asyncio.to_thread(RelayWire, path, 1)

@@ -17,7 +17,7 @@ SAME_IN_A_ROW = 3
 """Deaths with the same traceback after which another restart of the same kind is no use."""
 
 
-class Life(enum.StrEnum):
+class InstanceLife(enum.StrEnum):
     ABSENT = "absent"
     """No process of it is there; it is made when its pause is over and what it needs is ready."""
     STARTING = "starting"
@@ -31,8 +31,8 @@ class Life(enum.StrEnum):
     """The same, and its process is gone."""
 
 
-ALIVE = (Life.STARTING, Life.READY, Life.RUNNING, Life.ENDING, Life.SUCCEEDED)
-USABLE = (Life.READY, Life.RUNNING, Life.SUCCEEDED, Life.FINISHED)
+ALIVE = (InstanceLife.STARTING, InstanceLife.READY, InstanceLife.RUNNING, InstanceLife.ENDING, InstanceLife.SUCCEEDED)
+USABLE = (InstanceLife.READY, InstanceLife.RUNNING, InstanceLife.SUCCEEDED, InstanceLife.FINISHED)
 """Others may be made that need it."""
 
 
@@ -64,7 +64,7 @@ class Budget(Struct):
 
 class Instance(Struct):
     incarnation: int = 0
-    life: Life = Life.ABSENT
+    life: InstanceLife = InstanceLife.ABSENT
     start_at: Micros = Micros(0)
     """Not before, if it is absent."""
     kill_at: Micros = Micros(0)

@@ -22,13 +22,13 @@ from dlrover.unified.runtime.relay_frames import (
     HEAD_BYTES,
     LENGTH_BYTES,
     SOCKET_VARIABLE,
-    Answer,
-    Ask,
-    Hello,
     Message,
-    Serve,
-    Serving,
-    Welcome,
+    RelayedAnswer,
+    RelayedCall,
+    ServeCalls,
+    ServingCalls,
+    WorkerHello,
+    WorkerWelcome,
     pack_frame,
     read_head,
     read_lengths,
@@ -76,9 +76,9 @@ class RelayWire:
         self._waiting: dict[int, Future[Parts]] = {}
         self._answer: Callable[[CallHeader, Parts], Parts] | None = None
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="rpc")
-        self._send(Hello(rank, os.getpid()))
+        self._send(WorkerHello(rank, os.getpid()))
         message, parts = self._receive()
-        assert isinstance(message, Welcome), f"the node answered Hello with {type(message).__name__}"
+        assert isinstance(message, WorkerWelcome), f"the node answered WorkerHello with {type(message).__name__}"
         self.welcome = message
         self.config_data = bytes(parts[0])
         self._socket.settimeout(None)
@@ -91,7 +91,7 @@ class RelayWire:
         future: Future[Parts] = Future()
         ticket = next(self._tickets)
         self._waiting[ticket] = future
-        self._send(Ask(ticket, role, rank, header), parts)
+        self._send(RelayedCall(ticket, role, rank, header), parts)
         return future
 
     def serve(self, answer: Callable[[CallHeader, Parts], Parts]) -> None:
@@ -101,7 +101,7 @@ class RelayWire:
 
     def announce(self) -> None:
         if self._answer is not None:
-            self._send(Serve(tuple(METHODS.repeatable())))
+            self._send(ServeCalls(tuple(METHODS.repeatable())))
 
     def num_ranks(self, role: str) -> int:
         known = self.welcome.num_ranks
@@ -117,15 +117,15 @@ class RelayWire:
             while True:
                 message, parts = self._receive()
                 match message:
-                    case Answer(ticket, kind, text, data):
+                    case RelayedAnswer(ticket, kind, text, data):
                         future = self._waiting.pop(ticket)
                         if kind:
                             future.set_exception(Raised(kind, text, data))
                         else:
                             future.set_result(parts)
-                    case Ask():
+                    case RelayedCall():
                         self._threads.submit(self._run, message, parts)
-                    case Serving(incarnation):
+                    case ServingCalls(incarnation):
                         self.incarnation = incarnation
                         self._serving.set()
                     case _:
@@ -134,15 +134,15 @@ class RelayWire:
             for future in list(self._waiting.values()):
                 future.set_exception(as_raised(Unavailable(f"The node of this worker is gone: {error}")))
 
-    def _run(self, ask: Ask, parts: Parts) -> None:
+    def _run(self, ask: RelayedCall, parts: Parts) -> None:
         try:
             if self._answer is None:
                 raise as_raised(CallRefused("This worker takes no calls."))
             result = self._answer(ask.header, parts)
         except Raised as error:
-            self._send(Answer(ask.ticket, error.kind, error.text, error.data))
+            self._send(RelayedAnswer(ask.ticket, error.kind, error.text, error.data))
             return
-        self._send(Answer(ask.ticket), result)
+        self._send(RelayedAnswer(ask.ticket), result)
 
     def _send(self, message: Message, parts: Parts = ()) -> None:
         with self._sending:

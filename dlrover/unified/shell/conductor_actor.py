@@ -26,7 +26,7 @@ from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.elastic_role import plan_key
 from dlrover.unified.shell.messages import EnsembleAccount, pack
 from dlrover.unified.shell.ray_cluster import RayCluster
-from dlrover.unified.store import EnsembleJournal, Fenced
+from dlrover.unified.store import ConductorFenced, EnsembleJournal
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class ConductorActor:
         start(self._tend(conductor, cluster), self._tasks)
         try:
             over = await conductor.conduct(BeginEnsemble(plan.spec))
-        except Fenced as error:
+        except ConductorFenced as error:
             log.warning("%s", error)
             os._exit(1)
         except Exception as error:  # the edge of the process: Ray starts the next life, which reads the journal

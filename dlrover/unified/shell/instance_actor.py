@@ -24,7 +24,7 @@ from dlrover.platforms.ray.access import namespace_of
 from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.store import ClusterKeyValues
 from dlrover.protocol.errors import ConfigError
-from dlrover.unified.entry import EntryKind
+from dlrover.unified.entry import EntryPointKind
 from dlrover.unified.runtime.current import Current, enter
 from dlrover.unified.runtime.methods import METHODS
 from dlrover.unified.runtime.wire import HEADER, Ending
@@ -148,7 +148,7 @@ class InstanceActor:
             from dlrover.unified.runtime.stream_server import StreamServer
 
             METHODS.export_object(StreamServer(batch=order.batch, lease=order.lease))
-        elif order.entry.kind is EntryKind.COMMAND:
+        elif order.entry.kind is EntryPointKind.COMMAND:
             self._main = lambda: _run_script(order.entry.words)
         else:
             module = importlib.import_module(order.entry.module)

@@ -18,7 +18,7 @@ from dlrover.platforms.ray.access import missing_module, namespace_of, say_missi
 from dlrover.platforms.ray.store import ClusterKeyValues
 from dlrover.unified.conductor import InstanceBroken
 from dlrover.unified.core.messages import InstanceId
-from dlrover.unified.entry import EntryKind, EntryPoint
+from dlrover.unified.entry import EntryPoint, EntryPointKind
 from dlrover.unified.layout import CPU, GPU, MEMORY
 from dlrover.unified.plan import EnsemblePlan, RoleKind
 from dlrover.unified.shell.actor_wire import start
@@ -250,7 +250,7 @@ class RayCluster:
             rank=instance.rank,
             incarnation=instance.incarnation,
             actor=_name(instance),
-            entry=role.entry or EntryPoint(EntryKind.NAME, ""),
+            entry=role.entry or EntryPoint(EntryPointKind.NAME, ""),
             environ={**plan.environ, **role.environ},
             num_ranks={name: each.num_ranks for name, each in plan.roles.items()},
             local_world_size=role.local_world_size,
