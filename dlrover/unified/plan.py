@@ -35,6 +35,8 @@ class ProcessGroup(Struct, frozen=True, kw_only=True):
     backend: str = "auto"
     timeout: int = 0
     """Seconds; 0: torch's own."""
+    is_checked: bool = True
+    """Before the entry point runs, all instances multiply and sum once. A failure is a failure of the role."""
 
 
 class RolePlan(Struct, frozen=True, kw_only=True):

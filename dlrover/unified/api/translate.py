@@ -94,7 +94,10 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
         )
         on_failure = OnFailure.STOP if on_failure is OnFailure.STOP else OnFailure.ROLE
         group = ProcessGroup(
-            is_set_up=desc.comm_auto_setup_process_group, backend=desc.comm_backend, timeout=desc.comm_timeout_s or 0
+            is_set_up=desc.comm_auto_setup_process_group,
+            backend=desc.comm_backend,
+            timeout=desc.comm_timeout_s or 0,
+            is_checked=desc.comm_pre_check,
         )
     return Role.simple(
         name,

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from dlrover.python.unified.api.runtime import DataQueue, RoleGroup, create_rpc_proxy, current_worker, rpc
 
+from dlrover.unified.runtime.current import current, is_inside
+
 
 def folder() -> Path:
     return Path(current_worker().job_info.user_config["folder"])
@@ -22,10 +24,31 @@ def train() -> None:
     value = torch.ones(1)
     dist.all_reduce(value)
     assert value.item() == dist.get_world_size() == int(os.environ["WORLD_SIZE"])
-    (folder() / f"{me.role}-{me.rank}-{os.getpid()}").write_text(os.environ["NAME"])
+    fresh = folder() / f"fresh-{os.getpid()}"
+    fresh.write_text(os.environ["NAME"])
+    fresh.rename(folder() / f"{me.role}-{me.rank}-{os.getpid()}")
     while not (folder() / "stop").exists():
+        if current().ending.is_set():
+            return
         time.sleep(0.02)
     dist.barrier()
+
+
+def checked() -> None:
+    """Its communication check fails in the first life: see below."""
+    (folder() / f"checked-{current_worker().actor_info.rank}-{current().incarnation}").touch()
+
+
+def _break_check_once() -> None:
+    if is_inside() and current().role == "broken" and current().incarnation == 1:
+        torch.distributed.all_reduce = _fails
+
+
+def _fails(*args: object) -> None:
+    raise RuntimeError("a cable is out")
+
+
+_break_check_once()
 
 
 def fail() -> None:

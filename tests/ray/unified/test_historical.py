@@ -59,6 +59,17 @@ def test_an_entry_point_that_fails_ends_the_job(lab: RayLab, tmp_path: Path, str
     assert lab.leftovers() == []
 
 
+def test_a_communication_check_that_fails_once_restarts_the_role(lab: RayLab, tmp_path: Path):
+    """Scenario 3."""
+    job = (
+        DLJobBuilder().device_type("CPU").config({"folder": str(tmp_path)})
+        .role("broken").train(f"{OLD}.checked").nnodes(1).nproc_per_node(2).resource(cpu=0.5).build()
+    )  # fmt: skip
+    assert job.submit("checked") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checked-0-2", "checked-1-2"]
+    assert lab.leftovers() == []
+
+
 def test_a_job_of_reinforcement_learning_as_of_old(lab: RayLab, tmp_path: Path):
     """Scenario 10, queues, proxies, and a submission that does not wait."""
     job = (
