@@ -103,7 +103,7 @@ class RayCluster:
             try:
                 await found.wait.remote()
             except ray.exceptions.ActorUnavailableError:
-                continue  # Ray reaches it no more, and does not know yet whether it lives
+                await asyncio.sleep(UNAVAILABLE)  # Ray reaches it no more, and does not know yet whether it lives
             except ray.exceptions.RayError as error:
                 return _cause(error)
 
