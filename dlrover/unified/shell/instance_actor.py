@@ -42,6 +42,8 @@ LEAVE_TIMEOUT = 1.0
 class InstanceActor:
     """Made without arguments: Ray would keep them. What to be comes by `begin`."""
 
+    exit_process = staticmethod(os._exit)
+
     def __init__(self) -> None:
         self._order: InstanceOrder | None = None
         self._wire: ActorWire | None = None
@@ -55,7 +57,7 @@ class InstanceActor:
         self._printed = PrintedLines()
         self._num_answers = 0
         self._is_idle = asyncio.Event()
-        on_raylet_end(lambda: os._exit(1))
+        on_raylet_end(lambda: self.exit_process(1))
 
     # What the conductor asks for. Each may come twice.
 
@@ -90,7 +92,7 @@ class InstanceActor:
                 async with asyncio.timeout(LEAVE_TIMEOUT):
                     await self._is_idle.wait()
         self._leave()
-        os._exit(0)
+        self.exit_process(0)
 
     async def output(self) -> bytes:
         """The next lines that the user's code has printed; waits for them. One question at a time."""
