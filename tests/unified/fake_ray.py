@@ -11,13 +11,18 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from dlrover.unified.runtime import current
 from dlrover.unified.runtime.methods import METHODS
+
+_ACTOR: ContextVar[tuple[str, str] | None] = ContextVar("actor", default=None)
+"""Whose code runs."""
 
 
 class RayError(Exception):
@@ -51,7 +56,9 @@ class FakeActor:
         self.key = key
         self.is_dead = asyncio.Event()
         self._ray = ray
+        mark = _ACTOR.set(key)
         self.object = _mortal(kind)(*args)
+        _ACTOR.reset(mark)
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._call(name, args)))
@@ -59,11 +66,13 @@ class FakeActor:
     async def _call(self, name: str, args: tuple[Any, ...]) -> Any:
         if self.is_dead.is_set():
             raise RayActorError(f"{self.key} is dead")
+        mark = _ACTOR.set(self.key)
         work = asyncio.ensure_future(getattr(self.object, name)(*args))
+        _ACTOR.reset(mark)
         death = asyncio.ensure_future(self.is_dead.wait())
         await asyncio.wait([work, death], return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
-        if not work.done():
+        if not work.done() or work.cancelled():
             work.cancel()
             raise RayActorError(f"{self.key} died")
         try:
@@ -81,6 +90,14 @@ class FakeRay:
         self.keys: dict[bytes, bytes] = {}
         self.groups: dict[str, list[dict[str, float]]] = {}
         self.current_actor: FakeActor | None = None
+        self.tasks: WeakKeyDictionary[asyncio.Task[Any], tuple[str, str]] = WeakKeyDictionary()
+        """By actor: what ends with it."""
+
+    def new_task(self, loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **more)
+        if (owner := _ACTOR.get()) is not None:
+            self.tasks[task] = owner
+        return task
 
     # What the library offers.
 
@@ -107,6 +124,9 @@ class FakeRay:
             current.leave()
             METHODS.clear()
         actor.is_dead.set()
+        for task, owner in list(self.tasks.items()):
+            if owner == actor.key and task is not asyncio.current_task():
+                task.cancel()
 
     def runtime_context(self) -> Any:
         return SimpleNamespace(current_actor=self.current_actor)
@@ -170,6 +190,7 @@ class FakeRay:
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     ray = FakeRay()
     streams = sys.stdout, sys.stderr
+    asyncio.get_running_loop().set_task_factory(ray.new_task)
     with monkeypatch.context() as patch:
         for name, module in ray.modules().items():
             patch.setitem(sys.modules, name, module)
@@ -179,6 +200,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
             current.leave()
             METHODS.clear()
             sys.stdout, sys.stderr = streams
+            asyncio.get_running_loop().set_task_factory(None)
 
 
 def _mortal(kind: type) -> type:

@@ -118,6 +118,24 @@ async def test_an_instance_that_is_killed_or_fails_starts_again(tmp_path: Path, 
         assert (await job.over())[0].exit_code == 0
 
 
+async def test_a_conductor_that_is_killed_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with job_in(tmp_path, monkeypatch) as job:
+        await job.until(lambda each: each.state == "running")
+        for epoch in (2, 3):
+            job.ray.kill(job.conductor)
+            job.start_conductor()
+            account = ACCOUNT.decode(await job.conductor.account.remote())
+            assert (account.epoch, account.status.stage) == (epoch, "RUNNING")
+            assert account.status.roles[0].instances[0].num_restarts == 0
+        assert await job.ask(1, "incarnation") == 1
+        job.ray.kill(job.conductor)  # and the instance dies while no conductor is there
+        job.ray.kill(job.ray.get_actor("loop-0.1", NAMESPACE))
+        job.start_conductor()
+        await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
+        (tmp_path / "stop").touch()
+        assert (await job.over())[0].exit_code == 0
+
+
 async def test_a_job_is_stopped_or_restarted_by_a_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async with job_in(tmp_path, monkeypatch) as job:
         await job.until(lambda each: each.state == "running")

@@ -4,6 +4,7 @@ Who this process is in its multi-role job, and its way to the others. Set once b
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from typing import Any
@@ -55,12 +56,24 @@ def leave() -> None:
 def current() -> Current:
     """Raises `ConfigError` outside a multi-role job."""
     if not _PROCESS:
-        from dlrover.unified.runtime.relay_client import join_from_environment
+        from dlrover.unified.runtime.relay_client import wire_from_environment
 
-        joined = join_from_environment()
-        if joined is None:
+        wire = wire_from_environment()
+        if wire is None:
             raise ConfigError("This process is no instance of a multi-role job. Start it as a role of an Ensemble.")
-        return joined
+        enter(
+            Current(
+                job=wire.welcome.job,
+                job_uid=wire.welcome.job_uid,
+                role=wire.welcome.role,
+                rank=wire.rank,
+                world_size=int(os.environ.get("WORLD_SIZE", "1")),
+                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                config_data=wire.config_data,
+                wire=wire,
+            )
+        )
     return _PROCESS[0]
 
 

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.unified.runtime import current as process
 from dlrover.unified.runtime.methods import METHODS
 from dlrover.unified.runtime.relay_frames import (
     HEAD_BYTES,
@@ -40,31 +39,19 @@ CONNECT_TIMEOUT = 20.0
 MAX_CALLS = 16
 
 
-def join_from_environment() -> process.Current | None:
+def wire_from_environment() -> RelayWire | None:
     """None: this is no worker of a role."""
     path = os.environ.get(SOCKET_VARIABLE, "")
     if not path:
         return None
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    wire = RelayWire(path, rank)
-    joined = process.Current(
-        job=wire.welcome.job,
-        job_uid=wire.welcome.job_uid,
-        role=wire.welcome.role,
-        rank=rank,
-        world_size=world,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        config_data=wire.config_data,
-        wire=wire,
-    )
-    process.enter(joined)
+    wire = RelayWire(path, int(os.environ.get("RANK", "0")))
     METHODS.on_change = wire.announce
-    return joined
+    return wire
 
 
 class RelayWire:
     def __init__(self, path: str, rank: int) -> None:
+        self.rank = rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(CONNECT_TIMEOUT)
         try:

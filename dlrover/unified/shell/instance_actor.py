@@ -213,7 +213,7 @@ class _UserThread:
 
         def one() -> None:
             end = _outcome(work)
-            loop.call_soon_threadsafe(done.set_result, end)
+            loop.call_soon_threadsafe(_settle, done, end)
 
         self._work.put(one)
         return await done
@@ -221,6 +221,11 @@ class _UserThread:
     def _serve(self) -> None:
         while True:
             self._work.get()()
+
+
+def _settle(done: asyncio.Future[InstanceEnd], end: InstanceEnd) -> None:
+    if not done.done():
+        done.set_result(end)
 
 
 def _run_script(words: list[str]) -> None:
