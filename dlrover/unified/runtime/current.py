@@ -41,6 +41,8 @@ class Current(Struct, kw_only=True):
 
 _PROCESS: list[Current] = []
 """At most one: a process is one instance."""
+_JOINING = threading.Lock()
+"""Two threads of a worker may ask at once, and only one may join."""
 
 
 def enter(current: Current) -> None:
@@ -55,25 +57,9 @@ def leave() -> None:
 
 def current() -> Current:
     """Raises `ConfigError` outside a multi-role job."""
-    if not _PROCESS:
-        from dlrover.unified.runtime.relay_client import wire_from_environment
-
-        wire = wire_from_environment()
-        if wire is None:
-            raise ConfigError("This process is no instance of a multi-role job. Start it as a role of an Ensemble.")
-        enter(
-            Current(
-                job=wire.welcome.job,
-                job_uid=wire.welcome.job_uid,
-                role=wire.welcome.role,
-                rank=wire.rank,
-                world_size=int(os.environ.get("WORLD_SIZE", "1")),
-                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-                config_data=wire.config_data,
-                wire=wire,
-            )
-        )
+    with _JOINING:
+        if not _PROCESS:
+            enter(_join())
     return _PROCESS[0]
 
 
@@ -84,3 +70,23 @@ def is_inside() -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _join() -> Current:
+    """As a forked worker of an elastic role."""
+    from dlrover.unified.runtime.relay_client import wire_from_environment
+
+    wire = wire_from_environment()
+    if wire is None:
+        raise ConfigError("This process is no instance of a multi-role job. Start it as a role of an Ensemble.")
+    return Current(
+        job=wire.welcome.job,
+        job_uid=wire.welcome.job_uid,
+        role=wire.welcome.role,
+        rank=wire.rank,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        config_data=wire.config_data,
+        wire=wire,
+    )

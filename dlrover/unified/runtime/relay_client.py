@@ -36,7 +36,8 @@ from dlrover.unified.runtime.relay_frames import (
 from dlrover.unified.runtime.wire import CallHeader, CallRefused, Parts, Raised, as_raised
 
 CONNECT_TIMEOUT = 20.0
-MAX_CALLS = 16
+MAX_CALLS = 64
+"""Methods that run at a time in one worker. Most of them wait for weights."""
 
 
 def wire_from_environment() -> RelayWire | None:
