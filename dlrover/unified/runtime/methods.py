@@ -37,9 +37,7 @@ def mark_of(function: object) -> RpcMark | None:
 @overload
 def rpc(name: F) -> F: ...
 @overload
-def rpc(
-    name: str | Callable[..., Any] | None = None, *, export: bool = False, retry: bool = False
-) -> Callable[[F], F]: ...
+def rpc(name: str | None = None, *, export: bool = False, retry: bool = False) -> Callable[[F], F]: ...
 def rpc(name: Any = None, *, export: bool = False, retry: bool = False) -> Any:
     """
     Let other roles call this function or method. `name`: another name, or a stub function with the name.

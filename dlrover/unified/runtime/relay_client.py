@@ -143,7 +143,7 @@ class RelayWire:
         message = read_message(self._exactly(size))
         return message, [self._exactly(length) for length in lengths]
 
-    def _exactly(self, size: int) -> bytes:
+    def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
         view = memoryview(data)
         while view.nbytes:
@@ -151,7 +151,7 @@ class RelayWire:
             if not number:
                 raise EOFError("the connection was closed")
             view = view[number:]
-        return data  # type: ignore[return-value]  # as good as bytes for those who read it, and not copied
+        return data
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -88,7 +88,7 @@ def pack_frame(message: Message, parts: Any = ()) -> list[Any]:
     ]
 
 
-def read_head(data: bytes) -> tuple[int, int]:
+def read_head(data: bytes | bytearray) -> tuple[int, int]:
     """Bytes of the message, and number of parts. Raises `BadFrame`."""
     size, num_parts = _HEAD.unpack(data)
     if size > MAX_MESSAGE or num_parts > MAX_PARTS:
@@ -96,11 +96,11 @@ def read_head(data: bytes) -> tuple[int, int]:
     return size, num_parts
 
 
-def read_lengths(data: bytes) -> list[int]:
+def read_lengths(data: bytes | bytearray) -> list[int]:
     return [_LENGTH.unpack_from(data, place)[0] for place in range(0, len(data), LENGTH_BYTES)]
 
 
-def read_message(data: bytes) -> Message:
+def read_message(data: bytes | bytearray) -> Message:
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
