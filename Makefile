@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow bench-scaling-cost test-scaling
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow bench-scaling-cost test-scaling bench-unified
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ test-ray-oldest: .venv-ray-oldest/.installed ## the same with the oldest Ray tha
 
 bench-ray: $(RAY_STAMP) ## a killed worker and a killed node: ours on Ray and Ray Train v2, interleaved; then lost machines and hosts (about an hour)
 	$(RAY_BIN)/python benchmarks/ray_recovery.py
+
+bench-unified: $(RAY_STAMP) ## calls, streams and killed instances of multi-role jobs, beside plain actors of Ray (about 3 minutes)
+	$(RAY_BIN)/python benchmarks/unified.py
 
 # TensorFlow's Estimator needs packages of 2023: an environment of its own, which shares nothing with the others.
 TF_PYTHON ?= python3.11

@@ -112,8 +112,14 @@ _ENSEMBLES: Mapping[str, Mapping[str, str]] = {
     },
     f"{_UNIFIED}.api.builder.base": _BUILDER,
     f"{_UNIFIED}.api.builder.rl": _RL_BUILDER,
-    f"{_UNIFIED}.api.base": _BUILDER,
-    f"{_UNIFIED}.api.rl": _RL_BUILDER,
+    f"{_UNIFIED}.api.base": {
+        "DLJob": f"{_API}.builder:DLJob",
+        "DLJobBuilder": f"{_API}.first_generation:FirstDLJobBuilder",
+    },
+    f"{_UNIFIED}.api.rl": {
+        "RLJob": f"{_API}.builder:RLJob",
+        "RLJobBuilder": f"{_API}.first_generation:FirstRLJobBuilder",
+    },
     f"{_UNIFIED}.api.runtime": {
         **_RPC,
         **_WORKER,

@@ -46,7 +46,7 @@ class InstanceBroken(DLRoverError):
         self.cause, self.traceback = cause, traceback
 
 
-class Cluster(Protocol):
+class InstanceCluster(Protocol):
     """Where instances live. Every call may come twice, by two conductors, and then does nothing new."""
 
     async def place(self) -> None:
@@ -68,7 +68,7 @@ class Cluster(Protocol):
 class Conductor:
     """One life of it. `conduct` returns when the job is over, and raises `Fenced` when another conductor has taken over."""
 
-    def __init__(self, journal: EnsembleJournal, cluster: Cluster, clock: Callable[[], Micros]) -> None:
+    def __init__(self, journal: EnsembleJournal, cluster: InstanceCluster, clock: Callable[[], Micros]) -> None:
         """`clock`: one that all machines of the cluster share, more or less."""
         self._journal = journal
         self._cluster = cluster

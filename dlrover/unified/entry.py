@@ -18,7 +18,7 @@ from msgspec import Struct
 from dlrover.protocol.errors import ConfigError
 
 
-class EntryKind(enum.StrEnum):
+class EntryPointKind(enum.StrEnum):
     NAME = "name"
     """`package.module.Class` or `package.module.function`."""
     COMMAND = "command"
@@ -26,7 +26,7 @@ class EntryKind(enum.StrEnum):
 
 
 class EntryPoint(Struct, frozen=True):
-    kind: EntryKind
+    kind: EntryPointKind
     text: str
 
     @property
@@ -49,11 +49,11 @@ def read_entry(text: str) -> EntryPoint:
     words = text.split()
     first = words[0] if words else ""
     if first.endswith(".py") or "/" in text:
-        return EntryPoint(EntryKind.COMMAND, text)
+        return EntryPoint(EntryPointKind.COMMAND, text)
     dotted = text.replace("::", ".")
     parts = dotted.split(".")
     if len(parts) >= 2 and all(part.isidentifier() for part in parts):
-        return EntryPoint(EntryKind.NAME, dotted)
+        return EntryPoint(EntryPointKind.NAME, dotted)
     raise ConfigError(
         f"Entry point {text!r}: give a dotted name such as package.module.Class, or a script such as train.py --lr 0.1."
     )
@@ -61,7 +61,7 @@ def read_entry(text: str) -> EntryPoint:
 
 def check_entry(entry: EntryPoint, role: str, *, working_dir: str = "") -> None:
     """Look the entry point up without running any of it. Raises `ConfigError` if it is certainly missing."""
-    if entry.kind is EntryKind.COMMAND:
+    if entry.kind is EntryPointKind.COMMAND:
         path = entry.words[0]
         if not os.path.exists(os.path.join(working_dir, path)):
             raise ConfigError(

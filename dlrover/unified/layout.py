@@ -23,7 +23,7 @@ class Spread(enum.StrEnum):
     STRICT_SPREAD = "STRICT_SPREAD"
 
 
-class Layout(Struct, frozen=True, kw_only=True):
+class BundleLayout(Struct, frozen=True, kw_only=True):
     bundles: tuple[dict[str, float], ...] = ()
     """By Ray's names; memory in bytes."""
     members: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     spread: Spread = Spread.PACK
 
 
-class Placed(Struct, frozen=True, kw_only=True):
+class RoleSize(Struct, frozen=True, kw_only=True):
     """What one role asks for."""
 
     name: str
@@ -51,7 +51,9 @@ class Placed(Struct, frozen=True, kw_only=True):
         return self.count // self.per_group
 
 
-def lay_out(roles: Sequence[Placed], together: Sequence[Sequence[str]], *, spread: Spread = Spread.PACK) -> Layout:
+def lay_out(
+    roles: Sequence[RoleSize], together: Sequence[Sequence[str]], *, spread: Spread = Spread.PACK
+) -> BundleLayout:
     """One bundle for each group; roles that are `together` share the bundles of the same place. Raises `ConfigError`."""
     known = {role.name: role for role in roles}
     for role in roles:
@@ -80,7 +82,7 @@ def lay_out(roles: Sequence[Placed], together: Sequence[Sequence[str]], *, sprea
         for name in names:
             role = known[name]
             places[name] = tuple(first + rank // role.per_group for rank in range(role.count))
-    return Layout(
+    return BundleLayout(
         bundles=tuple(bundles),
         members=tuple(members),
         places=places,
@@ -89,7 +91,7 @@ def lay_out(roles: Sequence[Placed], together: Sequence[Sequence[str]], *, sprea
     )
 
 
-def check_room(layout: Layout, machines: Sequence[Mapping[str, float]]) -> None:
+def check_room(layout: BundleLayout, machines: Sequence[Mapping[str, float]]) -> None:
     """Raises `ConfigError` if a cluster that does not grow can never place it. `machines`: what each has in all."""
     for bundle, members in zip(layout.bundles, layout.members, strict=True):
         if any(all(machine.get(name, 0.0) >= amount for name, amount in bundle.items()) for machine in machines):
@@ -119,7 +121,7 @@ def say(amounts: Mapping[str, float]) -> str:
     )
 
 
-def _check_together(groups: Sequence[Sequence[str]], known: Mapping[str, Placed]) -> None:
+def _check_together(groups: Sequence[Sequence[str]], known: Mapping[str, RoleSize]) -> None:
     seen: set[str] = set()
     for names in groups:
         for name in names:
@@ -136,6 +138,6 @@ def _check_together(groups: Sequence[Sequence[str]], known: Mapping[str, Placed]
             raise ConfigError(f"Roles that are together need equally many groups: {shown}.")
 
 
-def _shown(role: Placed, place: int) -> str:
+def _shown(role: RoleSize, place: int) -> str:
     ranks = range(place * role.per_group, (place + 1) * role.per_group)
     return " and ".join(f"{role.name}-{rank}" for rank in ranks)

@@ -15,7 +15,7 @@ from msgspec import Struct
 from dlrover.cli.ray.messages import RayJobPlan
 from dlrover.unified.core.spec import EnsembleSpec
 from dlrover.unified.entry import EntryPoint
-from dlrover.unified.layout import Layout
+from dlrover.unified.layout import BundleLayout
 
 
 class RoleKind(enum.StrEnum):
@@ -35,6 +35,8 @@ class ProcessGroup(Struct, frozen=True, kw_only=True):
     backend: str = "auto"
     timeout: int = 0
     """Seconds; 0: torch's own."""
+    is_checked: bool = True
+    """Before the entry point runs, all instances multiply and sum once. A failure is a failure of the role."""
 
 
 class RolePlan(Struct, frozen=True, kw_only=True):
@@ -61,7 +63,7 @@ class EnsemblePlan(Struct, frozen=True, kw_only=True):
     job_uid: str
     spec: EnsembleSpec
     roles: dict[str, RolePlan]
-    layout: Layout
+    layout: BundleLayout
     config: bytes = b""
     """The user's object, as the user pickled it. Opened by the instances alone."""
     environ: dict[str, str] = {}

@@ -35,7 +35,7 @@ class KeyValues(Protocol):
     def keys(self, prefix: str) -> list[str]: ...
 
 
-class Fenced(DLRoverError):
+class ConductorFenced(DLRoverError):
     """Another conductor drives this job."""
 
 
@@ -119,7 +119,7 @@ class DurableEnsemble:
                     assert first is not None, "nothing was written, and nothing begins the job"
                     ensemble.decide(first, now)
                 ensemble.decide(ConductorTook(ensemble.epoch), Micros(max(now, ensemble.machine.state.now)))
-            except Fenced:
+            except ConductorFenced:
                 if not journal.is_newest(ensemble.epoch):
                     raise
                 ensemble._adopt(journal.load())  # a former conductor wrote one record more, in time
@@ -134,7 +134,7 @@ class DurableEnsemble:
         for place, record in enumerate(batch.records):
             number = batch.first_number + place
             if not self._journal.append(number, record, epoch=self.epoch):
-                raise Fenced(f"Conductor {self.epoch} was replaced before it could write record {number}.")
+                raise ConductorFenced(f"Conductor {self.epoch} was replaced before it could write record {number}.")
         [released] = self._order.committed(batch)
         if self.machine.number % self._journal.snapshot_every == 0:
             self._journal.save_snapshot(self.machine)

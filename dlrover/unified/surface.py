@@ -19,8 +19,8 @@ from msgspec import Struct, structs
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec, check_spec
-from dlrover.unified.entry import EntryKind, check_entry, read_entry
-from dlrover.unified.layout import CPU, GPU, MEMORY, Layout, Placed, Spread, lay_out
+from dlrover.unified.entry import EntryPointKind, check_entry, read_entry
+from dlrover.unified.layout import CPU, GPU, MEMORY, BundleLayout, RoleSize, Spread, lay_out
 from dlrover.unified.plan import EnsemblePlan, ProcessGroup, RoleKind, RolePlan
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Role(Struct, frozen=True, kw_only=True):
     is_driver: bool = True
     on_failure: OnFailure = OnFailure.JOB
     max_restarts: int = 3
+    restart_pause: float = 1.0
     env: Mapping[str, str] = {}
     per_group: int = 1
     options: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ class Role(Struct, frozen=True, kw_only=True):
         driver: bool = False,
         on_failure: str | OnFailure = "",
         max_restarts: int = 3,
+        restart_pause: float = 1.0,
         env: Mapping[str, str] | None = None,
         per_group: int = 1,
         process_group: ProcessGroup | None = None,
@@ -87,6 +89,7 @@ class Role(Struct, frozen=True, kw_only=True):
             is_driver=driver,
             on_failure=_on_failure(name, on_failure or (OnFailure.JOB if driver else OnFailure.INSTANCE)),
             max_restarts=max_restarts,
+            restart_pause=restart_pause,
             env=dict(env or {}),
             per_group=per_group,
             process_group=process_group,
@@ -109,6 +112,7 @@ class Role(Struct, frozen=True, kw_only=True):
         driver: bool = True,
         on_failure: str | OnFailure = OnFailure.SELF,
         max_restarts: int = 3,
+        restart_pause: float = 1.0,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> Role:
@@ -131,13 +135,16 @@ class Role(Struct, frozen=True, kw_only=True):
             is_driver=driver,
             on_failure=_on_failure(name, on_failure),
             max_restarts=max_restarts,
+            restart_pause=restart_pause,
             env=dict(env or {}),
             options=tuple(options),
             standby=standby,
         )
 
     @classmethod
-    def stream(cls, name: str, *, batch: int, lease: float = 30.0, max_restarts: int = 100) -> Role:
+    def stream(
+        cls, name: str, *, batch: int, lease: float = 30.0, max_restarts: int = 100, restart_pause: float = 1.0
+    ) -> Role:
         """Hands items from feeders to trainers, `batch` keys for each step. It may be lost: what it held is made again."""
         if batch < 1 or not lease > 0:
             raise ConfigError(
@@ -151,6 +158,7 @@ class Role(Struct, frozen=True, kw_only=True):
             is_driver=False,
             on_failure=OnFailure.INSTANCE,
             max_restarts=max_restarts,
+            restart_pause=restart_pause,
             batch=batch,
             lease=lease,
         )
@@ -211,14 +219,14 @@ class Ensemble:
             environ=self._env,
         )
 
-    def layout(self) -> Layout:
+    def layout(self) -> BundleLayout:
         """Raises `ConfigError`."""
         try:
             spread = Spread(self._spread)
         except ValueError as error:
             raise ConfigError(f"spread {self._spread!r}: give one of {', '.join(Spread)}.") from error
         placed = [
-            Placed(name=role.name, count=role.count, demand=role.demand, per_group=role.per_group)
+            RoleSize(name=role.name, count=role.count, demand=role.demand, per_group=role.per_group)
             for role in self.roles
         ]
         return lay_out(placed, self._together, spread=spread)
@@ -244,7 +252,7 @@ class Ensemble:
                 process_group=role.process_group,
                 is_named_as_of_old=role.is_named_as_of_old,
             )
-        if entry.kind is not EntryKind.COMMAND:
+        if entry.kind is not EntryPointKind.COMMAND:
             check_entry(entry, role.name, working_dir=self._working_dir)
         return RolePlan(
             kind=role.kind,
@@ -261,7 +269,7 @@ def _elastic_plan(role: Role, job_name: str, working_dir: str) -> Any:
 
     extra = {name: amount for name, amount in role.demand.items() if name not in (CPU, GPU, MEMORY)}
     entry = read_entry(role.entry)
-    if entry.kind is EntryKind.COMMAND:
+    if entry.kind is EntryPointKind.COMMAND:
         command = entry.words
     else:
         command = ["-m", "dlrover.unified.runtime.forked_entry", entry.text]
@@ -293,6 +301,7 @@ def _spec_of(role: Role) -> RoleSpec:
         is_driver=role.is_driver,
         on_failure=role.on_failure,
         max_restarts=role.max_restarts,
+        restart_pause=role.restart_pause,
     )
 
 

@@ -39,13 +39,29 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 checkpointer = DdpCheckpointer(options.dir / "checkpoints")
 stream, weights = Stream("samples"), Weights("policy")
 
+
+def record() -> None:
+    """For those who watch the run."""
+    with (options.dir / f"events-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "at": time.time(), "pid": os.getpid(), "rank": rank}) + "\n")
+
+
+def await_leave() -> None:
+    """The file `limit` holds the run before a step, so that somebody can do something to it in time."""
+    limit = options.dir / "limit"
+    while limit.exists() and step >= int(limit.read_text() or 0):
+        time.sleep(0.02)
+
+
 step, history = 0, []
 if state := checkpointer.load_checkpoint():
     step, history = state["step"], state["history"]
     network.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
 
+record()
 while step < options.steps:
+    await_leave()
     now = weights_of(network)
     if rank == 0:
         weights.publish(step, now)
@@ -81,8 +97,7 @@ while step < options.steps:
     }
     kind = StorageType.DISK if step % 10 == 0 or step == options.steps else StorageType.MEMORY
     checkpointer.save_checkpoint(step, state, storage_type=kind)
-    with (options.dir / f"events-{rank}.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "at": time.time(), "pid": os.getpid(), "rank": rank}) + "\n")
+    record()
 
 if rank == 0:
     (options.dir / "record.json").write_text(json.dumps(history, indent=1))

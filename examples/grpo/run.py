@@ -33,6 +33,8 @@ from tests.ray.jobs import raylet_above  # noqa: E402
 from tests.ray.lab import RECOMMENDED, RayLab, until  # noqa: E402
 
 NUM_STEPS = 60
+HEADWAY = 3
+"""Steps that the trainer may do beyond the one of a kill until what was killed is back."""
 FAULTS = ("worker", "rollout", "reward", "stream", "conductor", "host", "machine")
 
 
@@ -80,6 +82,12 @@ class GrpoRun:
 
     def step(self) -> int:
         return max((each["step"] for each in self._events()), default=0)
+
+    def hold_before(self, step: int) -> None:
+        """The trainer goes on to this step and waits there."""
+        fresh = self.folder / "limit.new"
+        fresh.write_text(str(step))
+        fresh.rename(self.folder / "limit")
 
     def await_step(self, step: int) -> None:
         until(lambda: self.step() >= step, self.explain, deadline=300.0)
@@ -175,13 +183,17 @@ def new_lab(*, num_machines: int = 4) -> Iterator[RayLab]:
 def run(lab: RayLab, folder: Path, kills: Sequence[tuple[str, int]], *, num_steps: int = NUM_STEPS) -> GrpoRun:
     """Until its end. Raises `AssertionError` if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
+    if kills:
+        (folder / "limit").write_text("1")
     grpo = GrpoRun(lab, folder, num_steps=num_steps)
     for what, step in sorted(kills, key=lambda kill: kill[1]):
+        grpo.hold_before(step + HEADWAY)
         grpo.await_step(step)
         fault = grpo.kill(what)
         print(
             f"  step {fault.step:2}: {what} killed, back after {fault.seconds:.1f} s; other processes: {', '.join(fault.changed)}"
         )
+    grpo.hold_before(num_steps + 1)
     code = grpo.wait()
     assert code == 0, f"exit code {code}: {grpo.job.report}"
     return grpo

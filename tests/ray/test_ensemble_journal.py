@@ -8,7 +8,7 @@ from dlrover.platforms.ray.store import ClusterKeyValues
 from dlrover.protocol.messages.identity import Micros
 from dlrover.unified.core.messages import BeginEnsemble, BundlesPlaced, StopEnsemble
 from dlrover.unified.core.spec import EnsembleSpec, RoleSpec
-from dlrover.unified.store import DurableEnsemble, EnsembleJournal, Fenced
+from dlrover.unified.store import ConductorFenced, DurableEnsemble, EnsembleJournal
 from tests.ray.lab import RayLab
 
 NOW = Micros(1)
@@ -21,7 +21,7 @@ def test_a_second_conductor_takes_over_and_fences_the_first(lab: RayLab):
     first.decide(BundlesPlaced(), NOW)
     second = DurableEnsemble.take_over(journal, NOW)
     assert second.machine.state.is_placed
-    with pytest.raises(Fenced):
+    with pytest.raises(ConductorFenced):
         first.decide(StopEnsemble("too late"), NOW)
     second.decide(StopEnsemble("in time"), NOW)
     assert journal.load().digest() == second.machine.digest()

@@ -154,15 +154,6 @@ def test_large_buffers_travel_beside_the_pickle_and_are_not_copied():
     assert memoryview(thaw(parts)["large"]).cast("B").cast("d")[0] == 5.0
 
 
-class Explosive:
-    def __reduce__(self) -> tuple[object, ...]:
-        return _explode, ()
-
-
-def _explode() -> None:
-    raise RuntimeError("it was opened")
-
-
 def test_an_error_that_cannot_be_opened_still_tells_its_text():
     class Local(Exception):
         pass

@@ -14,7 +14,7 @@ from dlrover.protocol.messages.identity import Micros
 from dlrover.unified.conductor import Conductor, InstanceBroken
 from dlrover.unified.core.messages import BeginEnsemble
 from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec
-from dlrover.unified.store import EnsembleJournal, Fenced
+from dlrover.unified.store import ConductorFenced, EnsembleJournal
 from tests.unified.fake_cluster import FakeCluster
 from tests.unified.key_values import FakeKeyValues
 
@@ -164,7 +164,7 @@ async def test_a_conductor_that_was_replaced_ends_itself():
             await job.until(lambda: len(job.store.keys("uid/ensemble/epoch/")) == 2)
             job.cluster.kill(job.cluster.newest("rollout"))
             await job.cluster.until_running("policy-0#1", "rollout-0#2", "rollout-1#1")
-            with pytest.raises(Fenced):
+            with pytest.raises(ConductorFenced):
                 await asyncio.wait_for(old, 20)
             job.cluster.finish(job.cluster.newest("policy"))
             assert (await asyncio.wait_for(new, 20)).exit_code == 0

@@ -10,7 +10,7 @@ import pytest
 from dlrover.unified.runtime.methods import Methods, rpc
 from dlrover.unified.runtime.wire import CallHeader, CallTimeout, InstanceLost, Parts, RoleGone, freeze, thaw
 from dlrover.unified.shell.book import KeyBook, Place
-from dlrover.unified.shell.sender import CalleeGone, CalleeUnsure, Sender
+from dlrover.unified.shell.sender import CalleeGone, CalleeUnsure, CallSender
 from tests.unified.key_values import FakeKeyValues
 
 
@@ -59,10 +59,10 @@ class Callee:
         return result
 
 
-def job(seed: int, **more: tuple[str, ...]) -> tuple[Sender, Callee, KeyBook]:
+def job(seed: int, **more: tuple[str, ...]) -> tuple[CallSender, Callee, KeyBook]:
     book = KeyBook(FakeKeyValues(), "uid")
     callee = Callee(book, random.Random(seed), **more)
-    return Sender(book, callee), callee, book
+    return CallSender(book, callee, again=0.0), callee, book
 
 
 def header(number: int) -> CallHeader:
@@ -82,8 +82,7 @@ async def test_a_plain_call_never_runs_twice():
     assert {str(each) for each in range(1, number + 1)} - set(callee.runs) <= set(lost)
 
 
-async def test_a_repeatable_call_survives_every_death(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("dlrover.unified.shell.sender.AGAIN", 0.0)
+async def test_a_repeatable_call_survives_every_death():
     sender, callee, _ = job(2, repeatable=("note",))
     number = 0
     while callee.num_deaths < 1000:
@@ -112,7 +111,7 @@ async def test_a_call_waits_for_an_instance_that_starts_and_not_for_ever():
     place = book.look("r", 0)
     assert place is not None
     book.leave(place)
-    sender = Sender(book, callee)
+    sender = CallSender(book, callee)
     call = asyncio.ensure_future(sender.send("r", 0, header(1), freeze((("x",), {}))))
     await asyncio.sleep(0)
     assert not call.done()

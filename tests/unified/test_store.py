@@ -20,7 +20,7 @@ from dlrover.unified.core.messages import (
     StopEnsemble,
 )
 from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec
-from dlrover.unified.store import DurableEnsemble, EnsembleJournal, Fenced
+from dlrover.unified.store import ConductorFenced, DurableEnsemble, EnsembleJournal
 from tests.unified.key_values import FakeKeyValues, Killed, MortalKeyValues
 
 SPEC = EnsembleSpec(
@@ -54,7 +54,7 @@ def test_what_was_decided_is_there_for_the_next_conductor():
     second = DurableEnsemble.take_over(journal(store), NOW)
     assert (first.epoch, second.epoch) == (1, 2)
     assert [effect for effect in second.machine.open_effects() if isinstance(effect, CreateInstance)] == list(effects)
-    with pytest.raises(Fenced, match="Conductor 1 was replaced"):
+    with pytest.raises(ConductorFenced, match="Conductor 1 was replaced"):
         first.decide(StopEnsemble("too late"), NOW)
     assert second.machine.stage is StageOfJob.INIT
     assert second.decide(StopEnsemble("in time"), NOW)
@@ -104,7 +104,7 @@ def test_of_two_conductors_at_once_one_is_fenced_and_there_is_one_history():
             conductor = chance.choice(conductors)
             try:
                 conductor.decide(next_command(conductor, chance), NOW)
-            except Fenced:
+            except ConductorFenced:
                 assert conductor is not conductors[-1], "the newest one drives"
                 conductors.remove(conductor)
                 continue
@@ -133,7 +133,7 @@ def test_a_conductor_that_is_overtaken_while_it_takes_over_tries_again_or_gives_
     racing.values = store.values
     new = DurableEnsemble.take_over(journal(racing), NOW)
     assert new.machine.state.is_placed, "what the old one decided in time counts"
-    with pytest.raises(Fenced):
+    with pytest.raises(ConductorFenced):
         old.decide(StopEnsemble("too late"), NOW)
 
 
@@ -142,7 +142,7 @@ def test_a_conductor_gives_up_when_a_newer_one_has_come_whatever_became_of_that(
     DurableEnsemble.take_over(journal(store), NOW, first=BEGIN)
     slow = DurableEnsemble(journal(store), journal(store).claim_epoch())
     assert journal(store).claim_epoch() == slow.epoch + 1  # and its conductor is killed
-    with pytest.raises(Fenced):
+    with pytest.raises(ConductorFenced):
         slow.decide(BundlesPlaced(), NOW)
     next_one = DurableEnsemble.take_over(journal(store), NOW)
     assert next_one.decide(StopEnsemble("it drives"), NOW)

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified import Ensemble, Role
-from dlrover.unified.layout import Placed, Spread, check_room, lay_out
+from dlrover.unified.layout import RoleSize, Spread, check_room, lay_out
 from dlrover.unified.plan import PLAN, RoleKind, pack
 
 ENTRY = "tests.unified.test_surface.Thing"
@@ -101,11 +101,13 @@ def test_mistakes_of_one_role_are_told_at_once(make: Any, why: str):
 
 def test_a_layout_that_cannot_be_placed_names_what_is_too_large():
     machines = [{"CPU": 4.0}, {"CPU": 2.0, "GPU": 1.0}]
-    check_room(lay_out([Placed(name="a", count=3, demand={"CPU": 2.0})], []), machines)
-    layout = lay_out([Placed(name="b", count=2, demand={"CPU": 5.0})], [])
+    check_room(lay_out([RoleSize(name="a", count=3, demand={"CPU": 2.0})], []), machines)
+    layout = lay_out([RoleSize(name="b", count=2, demand={"CPU": 5.0})], [])
     with pytest.raises(ConfigError, match="large enough for b-0: it asks for 5 CPU"):
         check_room(layout, machines)
     with pytest.raises(ConfigError, match="asks for 8 CPU in all, and this cluster has 6 CPU"):
-        check_room(lay_out([Placed(name="a", count=4, demand={"CPU": 2.0})], []), machines)
+        check_room(lay_out([RoleSize(name="a", count=4, demand={"CPU": 2.0})], []), machines)
     with pytest.raises(ConfigError, match="STRICT_SPREAD needs a machine for each of 3 bundles"):
-        check_room(lay_out([Placed(name="a", count=3, demand={"CPU": 1.0})], [], spread=Spread.STRICT_SPREAD), machines)
+        check_room(
+            lay_out([RoleSize(name="a", count=3, demand={"CPU": 1.0})], [], spread=Spread.STRICT_SPREAD), machines
+        )

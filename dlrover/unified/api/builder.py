@@ -148,6 +148,7 @@ class RoleBuilder:
 
 class DLJobBuilder:
     job_class: type[DLJob] = DLJob
+    role_class: type[RoleBuilder] = RoleBuilder
 
     def __init__(self) -> None:
         self._node_num = 1
@@ -272,7 +273,7 @@ class DLJobBuilder:
         return builder
 
     def _new_role(self, role: str, backend: str, entrypoint: str) -> RoleBuilder:
-        return RoleBuilder(self, role, backend, entrypoint)
+        return self.role_class(self, role, backend, entrypoint)
 
     def _known_name(self, role: str) -> str:
         """As it is written; scripts of the original may give lower case for a role in upper case."""

@@ -10,7 +10,7 @@ from dlrover.unified.api.config import JobConfig
 from dlrover.unified.api.enums import ACCELERATOR_TYPE
 from dlrover.unified.api.workload import CustomWorkloadDesc, ElasticWorkloadDesc
 from dlrover.unified.core.spec import OnFailure
-from dlrover.unified.entry import EntryKind, read_entry
+from dlrover.unified.entry import EntryPointKind, read_entry
 from dlrover.unified.plan import ProcessGroup
 from dlrover.unified.surface import Ensemble, Role
 
@@ -69,7 +69,7 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
     if not entry:
         raise ConfigError(f"Role {name} has no entry point.")
     kind = read_entry(entry).kind
-    if is_elastic and kind is EntryKind.COMMAND:
+    if is_elastic and kind is EntryPointKind.COMMAND:
         size = desc.per_group
         return Role.elastic(
             name,
@@ -94,7 +94,10 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
         )
         on_failure = OnFailure.STOP if on_failure is OnFailure.STOP else OnFailure.ROLE
         group = ProcessGroup(
-            is_set_up=desc.comm_auto_setup_process_group, backend=desc.comm_backend, timeout=desc.comm_timeout_s or 0
+            is_set_up=desc.comm_auto_setup_process_group,
+            backend=desc.comm_backend,
+            timeout=desc.comm_timeout_s or 0,
+            is_checked=desc.comm_pre_check,
         )
     return Role.simple(
         name,

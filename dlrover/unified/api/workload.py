@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified.api.enums import WorkloadEntrypointType
-from dlrover.unified.entry import EntryKind, read_entry
+from dlrover.unified.entry import EntryPointKind, read_entry
 
 
 class _Model(BaseModel):
@@ -78,7 +78,7 @@ class _WorkloadDesc(_Model):
 
     @property
     def entrypoint_type(self) -> WorkloadEntrypointType:
-        is_command = read_entry(self.entry_point).kind is EntryKind.COMMAND
+        is_command = read_entry(self.entry_point).kind is EntryPointKind.COMMAND
         return WorkloadEntrypointType.PY_CMD if is_command else WorkloadEntrypointType.MODULE_FUNC
 
     @property

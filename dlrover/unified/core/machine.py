@@ -27,6 +27,7 @@ from dlrover.unified.core.messages import (
     EnsembleDeadline,
     EnsembleOutcome,
     EnsembleStatus,
+    EnsembleWait,
     FinishEnsemble,
     InstanceFailed,
     InstanceGone,
@@ -41,7 +42,6 @@ from dlrover.unified.core.messages import (
     StageOfJob,
     StopEnsemble,
     TimePassed,
-    Waiting,
 )
 from dlrover.unified.core.spec import ESCALATION, OnFailure, check_spec
 from dlrover.unified.core.state import (
@@ -50,7 +50,7 @@ from dlrover.unified.core.state import (
     USABLE,
     EnsembleState,
     Instance,
-    Life,
+    InstanceLife,
     RoleState,
 )
 
@@ -97,11 +97,11 @@ class EnsembleMachine:
             return [FinishEnsemble(state.exit_code, state.reason)]
         effects: list[Effect] = [] if state.is_placed or state.stage is StageOfJob.STOPPING else [PlaceBundles()]
         for instance_id, instance in self.instances():
-            if instance.life is Life.STARTING:
+            if instance.life is InstanceLife.STARTING:
                 effects.append(CreateInstance(instance_id))
-            elif instance.life is Life.RUNNING:
+            elif instance.life is InstanceLife.RUNNING:
                 effects.append(RunInstance(instance_id))
-            elif instance.life is Life.ENDING:
+            elif instance.life is InstanceLife.ENDING:
                 effects.append(EndInstance(instance_id, instance.is_killed))
         return effects
 
@@ -195,7 +195,7 @@ class EnsembleMachine:
         elif isinstance(command, TimePassed) and all(command != each.command for each in self._deadlines()):
             raise Rejected(f"{command.what}: it is not waited for any more.")
 
-    def _check_report(self, instance_id: InstanceId, lives: tuple[Life, ...], name: str) -> None:
+    def _check_report(self, instance_id: InstanceId, lives: tuple[InstanceLife, ...], name: str) -> None:
         found = self._state.find(instance_id)
         if found is None:
             raise Rejected(f"{name}: job has no instance {instance_id}.")
@@ -226,9 +226,9 @@ class EnsembleMachine:
             case BundlesPlaced():
                 state.is_placed = True
             case InstanceReady():
-                self._instance(command.instance).life = Life.READY
+                self._instance(command.instance).life = InstanceLife.READY
             case InstanceSucceeded():
-                self._instance(command.instance).life = Life.SUCCEEDED
+                self._instance(command.instance).life = InstanceLife.SUCCEEDED
             case InstanceFailed():
                 self._on_failed(command.instance, command.cause, command.traceback or command.cause)
             case InstanceGone():
@@ -245,13 +245,13 @@ class EnsembleMachine:
 
     def _on_gone(self, command: InstanceGone) -> None:
         instance = self._instance(command.instance)
-        if instance.life is Life.SUCCEEDED:
-            instance.life = Life.FINISHED
-        elif instance.life is Life.ENDING:
-            instance.life = Life.ABSENT
+        if instance.life is InstanceLife.SUCCEEDED:
+            instance.life = InstanceLife.FINISHED
+        elif instance.life is InstanceLife.ENDING:
+            instance.life = InstanceLife.ABSENT
             instance.is_killed = False
         else:
-            instance.life = Life.ABSENT
+            instance.life = InstanceLife.ABSENT
             self._on_failed(command.instance, command.cause or "its process died", command.cause or "died")
 
     def _on_failed(self, instance_id: InstanceId, cause: str, fingerprint: str) -> None:
@@ -277,13 +277,13 @@ class EnsembleMachine:
         if way is OnFailure.INSTANCE:
             if instance.budget.take(limit, state.now):
                 self._verdicts.append(f"{instance_id} failed ({instance.cause}): it restarts alone.")
-                self._restart(instance_id, pause=instance.budget.pause())
+                self._restart(instance_id, pause=instance.budget.pause(role.spec.restart_pause))
                 return
             way = ESCALATION[way]
         if way is OnFailure.ROLE:
             if role.budget.take(limit, state.now):
                 self._verdicts.append(f"{instance_id} failed ({instance.cause}): role {instance_id.role} restarts.")
-                self._restart_role(instance_id.role, role, pause=role.budget.pause())
+                self._restart_role(instance_id.role, role, pause=role.budget.pause(role.spec.restart_pause))
                 return
             way = ESCALATION[way]
         if way is OnFailure.JOB and state.budget.take(spec.max_job_restarts, state.now):
@@ -296,8 +296,8 @@ class EnsembleMachine:
         instance = self._instance(instance_id)
         instance.num_restarts += 1
         instance.start_at = Micros(self._state.now + pause)
-        if instance.life is Life.FINISHED:
-            instance.life = Life.ABSENT
+        if instance.life is InstanceLife.FINISHED:
+            instance.life = InstanceLife.ABSENT
         self._end(instance_id)
 
     def _restart_role(self, name: str, role: RoleState, *, pause: Micros = AT_ONCE) -> None:
@@ -314,10 +314,10 @@ class EnsembleMachine:
     def _end(self, instance_id: InstanceId) -> None:
         """Nothing, if no process of it is there or it ends already."""
         instance = self._instance(instance_id)
-        if instance.life not in ALIVE or instance.life is Life.ENDING:
+        if instance.life not in ALIVE or instance.life is InstanceLife.ENDING:
             return
         assert self._state.spec is not None
-        instance.life = Life.ENDING
+        instance.life = InstanceLife.ENDING
         instance.kill_at = Micros(self._state.now + micros(self._state.spec.stop_grace))
         self._effects.append(EndInstance(instance_id))
 
@@ -330,14 +330,14 @@ class EnsembleMachine:
 
     def _on_time(self, command: TimePassed) -> None:
         match command.what:
-            case Waiting.PAUSE:
+            case EnsembleWait.PAUSE:
                 assert command.instance is not None
                 self._instance(command.instance).start_at = Micros(0)
-            case Waiting.PLACEMENT:
+            case EnsembleWait.PLACEMENT:
                 assert self._state.spec is not None
                 limit = self._state.spec.placement_timeout
                 self._stop(EXIT_NO_ROOM, f"no room for all its instances within {limit:g} s")
-            case Waiting.GRACE:
+            case EnsembleWait.GRACE:
                 assert command.instance is not None
                 instance = self._instance(command.instance)
                 instance.is_killed = True
@@ -373,9 +373,9 @@ class EnsembleMachine:
             if not all(self._is_usable(needed) for needed in role.spec.needs):
                 continue
             for rank, instance in enumerate(role.instances):
-                if instance.life is Life.ABSENT and instance.start_at <= self._state.now:
+                if instance.life is InstanceLife.ABSENT and instance.start_at <= self._state.now:
                     instance.incarnation += 1
-                    instance.life = Life.STARTING
+                    instance.life = InstanceLife.STARTING
                     self._effects.append(CreateInstance(InstanceId(name, rank, instance.incarnation)))
 
     def _run(self) -> None:
@@ -384,42 +384,42 @@ class EnsembleMachine:
                 continue
             role.is_gathering = False
             for rank, instance in enumerate(role.instances):
-                if instance.life is Life.READY:
-                    instance.life = Life.RUNNING
+                if instance.life is InstanceLife.READY:
+                    instance.life = InstanceLife.RUNNING
                     self._effects.append(RunInstance(InstanceId(name, rank, instance.incarnation)))
 
     def _is_over(self) -> bool:
-        ended = (Life.SUCCEEDED, Life.FINISHED)
+        ended = (InstanceLife.SUCCEEDED, InstanceLife.FINISHED)
         drivers = [role for role in self._state.roles.values() if role.spec.is_driver]
         return all(instance.life in ended for role in drivers for instance in role.instances)
 
     def _is_usable(self, role: str) -> bool:
         return all(instance.life in USABLE for instance in self._state.roles[role].instances)
 
-    def _are_all(self, lives: tuple[Life, ...]) -> bool:
+    def _are_all(self, lives: tuple[InstanceLife, ...]) -> bool:
         return all(instance.life in lives for _, instance in self.instances())
 
     def _deadlines(self) -> list[EnsembleDeadline]:
         state = self._state
         found = []
         if state.stage is StageOfJob.INIT and not state.is_placed and state.spec is not None:
-            found.append(EnsembleDeadline(state.place_until, TimePassed(Waiting.PLACEMENT)))
+            found.append(EnsembleDeadline(state.place_until, TimePassed(EnsembleWait.PLACEMENT)))
         for instance_id, instance in self.instances():
-            if instance.life is Life.ENDING and not instance.is_killed:
-                found.append(EnsembleDeadline(instance.kill_at, TimePassed(Waiting.GRACE, instance_id)))
-            is_waiting = instance.life is Life.ABSENT and instance.start_at > state.now
+            if instance.life is InstanceLife.ENDING and not instance.is_killed:
+                found.append(EnsembleDeadline(instance.kill_at, TimePassed(EnsembleWait.GRACE, instance_id)))
+            is_waiting = instance.life is InstanceLife.ABSENT and instance.start_at > state.now
             if is_waiting and state.stage not in (StageOfJob.STOPPING, StageOfJob.STOPPED):
-                found.append(EnsembleDeadline(instance.start_at, TimePassed(Waiting.PAUSE, instance_id)))
+                found.append(EnsembleDeadline(instance.start_at, TimePassed(EnsembleWait.PAUSE, instance_id)))
         return sorted(found, key=lambda deadline: deadline.at)
 
     def _instance(self, instance_id: InstanceId) -> Instance:
         return self._state.roles[instance_id.role].instances[instance_id.rank]
 
 
-LIVES: dict[type[Any], tuple[Life, ...]] = {
-    InstanceReady: (Life.STARTING,),
-    InstanceSucceeded: (Life.RUNNING,),
-    InstanceFailed: (Life.STARTING, Life.READY, Life.RUNNING),
+LIVES: dict[type[Any], tuple[InstanceLife, ...]] = {
+    InstanceReady: (InstanceLife.STARTING,),
+    InstanceSucceeded: (InstanceLife.RUNNING,),
+    InstanceFailed: (InstanceLife.STARTING, InstanceLife.READY, InstanceLife.RUNNING),
     InstanceGone: ALIVE,
 }
 """In which lives an instance can report this."""

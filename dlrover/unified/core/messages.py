@@ -31,7 +31,7 @@ class StageOfJob(enum.StrEnum):
     STOPPED = "STOPPED"
 
 
-class Waiting(enum.StrEnum):
+class EnsembleWait(enum.StrEnum):
     """What time alone changes."""
 
     PAUSE = "pause"
@@ -96,7 +96,7 @@ class RestartEnsemble(Struct, tag=True, frozen=True):
 
 
 class TimePassed(Struct, tag=True, frozen=True):
-    what: Waiting
+    what: EnsembleWait
     instance: InstanceId | None = None
 
 

@@ -44,6 +44,8 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     on_failure: OnFailure = OnFailure.JOB
     max_restarts: int = 3
     """Restarts of one instance by itself, and of the role as a whole. One comes back in each hour without a failure."""
+    restart_pause: float = 1.0
+    """Seconds before the second restart; twice as long before each further one, at most 30. The first one is at once."""
 
 
 class EnsembleSpec(Struct, frozen=True, kw_only=True):
@@ -89,6 +91,8 @@ def _check_role(role: RoleSpec, names: Sequence[str]) -> None:
         raise ConfigError(f"Role {role.name}: count must be between 1 and {MAX_INSTANCES} (got {role.count}).")
     if role.max_restarts < 0:
         raise ConfigError(f"Role {role.name}: max_restarts must be at least 0 (got {role.max_restarts}).")
+    if not 0 <= role.restart_pause < float("inf"):
+        raise ConfigError(f"Role {role.name}: restart_pause must be 0 or more (got {role.restart_pause:g}).")
     for needed in role.needs:
         if needed not in names:
             raise ConfigError(f"Role {role.name} needs {needed}, which is not defined. Roles are {', '.join(names)}.")

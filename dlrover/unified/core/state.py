@@ -6,7 +6,7 @@ import enum
 
 from msgspec import Struct, field
 
-from dlrover.protocol.messages.identity import MICROS_PER_SECOND, Micros
+from dlrover.protocol.messages.identity import MICROS_PER_SECOND, Micros, micros
 from dlrover.unified.core.messages import InstanceId, StageOfJob
 from dlrover.unified.core.spec import EnsembleSpec, RoleSpec
 
@@ -17,7 +17,7 @@ SAME_IN_A_ROW = 3
 """Deaths with the same traceback after which another restart of the same kind is no use."""
 
 
-class Life(enum.StrEnum):
+class InstanceLife(enum.StrEnum):
     ABSENT = "absent"
     """No process of it is there; it is made when its pause is over and what it needs is ready."""
     STARTING = "starting"
@@ -31,8 +31,8 @@ class Life(enum.StrEnum):
     """The same, and its process is gone."""
 
 
-ALIVE = (Life.STARTING, Life.READY, Life.RUNNING, Life.ENDING, Life.SUCCEEDED)
-USABLE = (Life.READY, Life.RUNNING, Life.SUCCEEDED, Life.FINISHED)
+ALIVE = (InstanceLife.STARTING, InstanceLife.READY, InstanceLife.RUNNING, InstanceLife.ENDING, InstanceLife.SUCCEEDED)
+USABLE = (InstanceLife.READY, InstanceLife.RUNNING, InstanceLife.SUCCEEDED, InstanceLife.FINISHED)
 """Others may be made that need it."""
 
 
@@ -55,16 +55,16 @@ class Budget(Struct):
         self.since = now
         return True
 
-    def pause(self) -> Micros:
-        """Before the restart that was just taken: 0, 1, 2, 4 … 30 s."""
+    def pause(self, first: float = 1.0) -> Micros:
+        """Before the restart that was just taken: 0, then the first, and twice as long each time, at most 30 s."""
         if self.used <= 1:
             return Micros(0)
-        return Micros(min(LONGEST_PAUSE, MICROS_PER_SECOND << min(self.used - 2, 10)))
+        return Micros(min(LONGEST_PAUSE, micros(first) << min(self.used - 2, 10)))
 
 
 class Instance(Struct):
     incarnation: int = 0
-    life: Life = Life.ABSENT
+    life: InstanceLife = InstanceLife.ABSENT
     start_at: Micros = Micros(0)
     """Not before, if it is absent."""
     kill_at: Micros = Micros(0)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, overload
 
 from msgspec import Struct
@@ -18,7 +18,7 @@ from msgspec import Struct
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified.runtime.current import current
 from dlrover.unified.runtime.methods import mark_of
-from dlrover.unified.runtime.wire import CallHeader, CallTimeout, Raised, as_error, freeze, thaw
+from dlrover.unified.runtime.wire import CallHeader, CallTimeout, Ending, Raised, as_error, freeze, thaw
 
 TIMEOUT = 60.0
 """Seconds for a callee that starts or starts again; a method that runs has as long as it needs."""
@@ -39,6 +39,8 @@ class CallFuture:
         except Raised as error:
             failure = as_error(error)
             raise failure from failure.__cause__
+        except CancelledError as error:
+            raise Ending("This instance was asked to end.") from error
         except TimeoutError as error:
             if self._answer.done():
                 raise

@@ -4,6 +4,7 @@ Who this process is in its multi-role job, and its way to the others. Set once b
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from typing import Any
@@ -40,6 +41,8 @@ class Current(Struct, kw_only=True):
 
 _PROCESS: list[Current] = []
 """At most one: a process is one instance."""
+_JOINING = threading.Lock()
+"""Two threads of a worker may ask at once, and only one may join."""
 
 
 def enter(current: Current) -> None:
@@ -54,13 +57,9 @@ def leave() -> None:
 
 def current() -> Current:
     """Raises `ConfigError` outside a multi-role job."""
-    if not _PROCESS:
-        from dlrover.unified.runtime.relay_client import join_from_environment
-
-        joined = join_from_environment()
-        if joined is None:
-            raise ConfigError("This process is no instance of a multi-role job. Start it as a role of an Ensemble.")
-        return joined
+    with _JOINING:
+        if not _PROCESS:
+            enter(_join())
     return _PROCESS[0]
 
 
@@ -71,3 +70,23 @@ def is_inside() -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _join() -> Current:
+    """As a forked worker of an elastic role."""
+    from dlrover.unified.runtime.relay_client import wire_from_environment
+
+    wire = wire_from_environment()
+    if wire is None:
+        raise ConfigError("This process is no instance of a multi-role job. Start it as a role of an Ensemble.")
+    return Current(
+        job=wire.welcome.job,
+        job_uid=wire.welcome.job_uid,
+        role=wire.welcome.role,
+        rank=wire.rank,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        config_data=wire.config_data,
+        wire=wire,
+    )

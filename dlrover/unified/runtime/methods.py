@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from msgspec import Struct
 
@@ -34,6 +34,10 @@ def mark_of(function: object) -> RpcMark | None:
     return getattr(function, MARK, None)
 
 
+@overload
+def rpc(name: F) -> F: ...
+@overload
+def rpc(name: str | None = None, *, export: bool = False, retry: bool = False) -> Callable[[F], F]: ...
 def rpc(name: Any = None, *, export: bool = False, retry: bool = False) -> Any:
     """
     Let other roles call this function or method. `name`: another name, or a stub function with the name.

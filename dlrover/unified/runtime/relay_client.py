@@ -16,19 +16,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dlrover.protocol.errors import ConfigError, Unavailable
-from dlrover.unified.runtime import current as process
 from dlrover.unified.runtime.methods import METHODS
 from dlrover.unified.runtime.relay_frames import (
     HEAD_BYTES,
     LENGTH_BYTES,
     SOCKET_VARIABLE,
-    Answer,
-    Ask,
-    Hello,
     Message,
-    Serve,
-    Serving,
-    Welcome,
+    RelayedAnswer,
+    RelayedCall,
+    ServeCalls,
+    ServingCalls,
+    WorkerHello,
+    WorkerWelcome,
     pack_frame,
     read_head,
     read_lengths,
@@ -37,34 +36,23 @@ from dlrover.unified.runtime.relay_frames import (
 from dlrover.unified.runtime.wire import CallHeader, CallRefused, Parts, Raised, as_raised
 
 CONNECT_TIMEOUT = 20.0
-MAX_CALLS = 16
+MAX_CALLS = 64
+"""Methods that run at a time in one worker. Most of them wait for weights."""
 
 
-def join_from_environment() -> process.Current | None:
+def wire_from_environment() -> RelayWire | None:
     """None: this is no worker of a role."""
     path = os.environ.get(SOCKET_VARIABLE, "")
     if not path:
         return None
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    wire = RelayWire(path, rank)
-    joined = process.Current(
-        job=wire.welcome.job,
-        job_uid=wire.welcome.job_uid,
-        role=wire.welcome.role,
-        rank=rank,
-        world_size=world,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        config_data=wire.config_data,
-        wire=wire,
-    )
-    process.enter(joined)
+    wire = RelayWire(path, int(os.environ.get("RANK", "0")))
     METHODS.on_change = wire.announce
-    return joined
+    return wire
 
 
 class RelayWire:
     def __init__(self, path: str, rank: int) -> None:
+        self.rank = rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(CONNECT_TIMEOUT)
         try:
@@ -76,9 +64,9 @@ class RelayWire:
         self._waiting: dict[int, Future[Parts]] = {}
         self._answer: Callable[[CallHeader, Parts], Parts] | None = None
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="rpc")
-        self._send(Hello(rank, os.getpid()))
+        self._send(WorkerHello(rank, os.getpid()))
         message, parts = self._receive()
-        assert isinstance(message, Welcome), f"the node answered Hello with {type(message).__name__}"
+        assert isinstance(message, WorkerWelcome), f"the node answered WorkerHello with {type(message).__name__}"
         self.welcome = message
         self.config_data = bytes(parts[0])
         self._socket.settimeout(None)
@@ -91,7 +79,7 @@ class RelayWire:
         future: Future[Parts] = Future()
         ticket = next(self._tickets)
         self._waiting[ticket] = future
-        self._send(Ask(ticket, role, rank, header), parts)
+        self._send(RelayedCall(ticket, role, rank, header), parts)
         return future
 
     def serve(self, answer: Callable[[CallHeader, Parts], Parts]) -> None:
@@ -101,7 +89,7 @@ class RelayWire:
 
     def announce(self) -> None:
         if self._answer is not None:
-            self._send(Serve(tuple(METHODS.repeatable())))
+            self._send(ServeCalls(tuple(METHODS.repeatable())))
 
     def num_ranks(self, role: str) -> int:
         known = self.welcome.num_ranks
@@ -117,15 +105,15 @@ class RelayWire:
             while True:
                 message, parts = self._receive()
                 match message:
-                    case Answer(ticket, kind, text, data):
+                    case RelayedAnswer(ticket, kind, text, data):
                         future = self._waiting.pop(ticket)
                         if kind:
                             future.set_exception(Raised(kind, text, data))
                         else:
                             future.set_result(parts)
-                    case Ask():
+                    case RelayedCall():
                         self._threads.submit(self._run, message, parts)
-                    case Serving(incarnation):
+                    case ServingCalls(incarnation):
                         self.incarnation = incarnation
                         self._serving.set()
                     case _:
@@ -134,15 +122,15 @@ class RelayWire:
             for future in list(self._waiting.values()):
                 future.set_exception(as_raised(Unavailable(f"The node of this worker is gone: {error}")))
 
-    def _run(self, ask: Ask, parts: Parts) -> None:
+    def _run(self, ask: RelayedCall, parts: Parts) -> None:
         try:
             if self._answer is None:
                 raise as_raised(CallRefused("This worker takes no calls."))
             result = self._answer(ask.header, parts)
         except Raised as error:
-            self._send(Answer(ask.ticket, error.kind, error.text, error.data))
+            self._send(RelayedAnswer(ask.ticket, error.kind, error.text, error.data))
             return
-        self._send(Answer(ask.ticket), result)
+        self._send(RelayedAnswer(ask.ticket), result)
 
     def _send(self, message: Message, parts: Parts = ()) -> None:
         with self._sending:
@@ -155,7 +143,7 @@ class RelayWire:
         message = read_message(self._exactly(size))
         return message, [self._exactly(length) for length in lengths]
 
-    def _exactly(self, size: int) -> bytes:
+    def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
         view = memoryview(data)
         while view.nbytes:
@@ -163,7 +151,7 @@ class RelayWire:
             if not number:
                 raise EOFError("the connection was closed")
             view = view[number:]
-        return data  # type: ignore[return-value]  # as good as bytes for those who read it, and not copied
+        return data
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

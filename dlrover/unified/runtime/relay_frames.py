@@ -19,14 +19,14 @@ MAX_MESSAGE = 1 << 20
 MAX_PARTS = 1024
 
 
-class Hello(Struct, tag=True, frozen=True):
+class WorkerHello(Struct, tag=True, frozen=True):
     """The first message of a worker."""
 
     rank: int
     pid: int
 
 
-class Welcome(Struct, tag=True, frozen=True, kw_only=True):
+class WorkerWelcome(Struct, tag=True, frozen=True, kw_only=True):
     job: str
     job_uid: str
     role: str
@@ -34,19 +34,19 @@ class Welcome(Struct, tag=True, frozen=True, kw_only=True):
     """By role. Part 1 is the user's configuration."""
 
 
-class Serve(Struct, tag=True, frozen=True):
+class ServeCalls(Struct, tag=True, frozen=True):
     """From now on the worker answers calls."""
 
     repeatable: tuple[str, ...]
 
 
-class Serving(Struct, tag=True, frozen=True):
+class ServingCalls(Struct, tag=True, frozen=True):
     """Its life has this number."""
 
     incarnation: int
 
 
-class Ask(Struct, tag=True, frozen=True):
+class RelayedCall(Struct, tag=True, frozen=True):
     """A call to another instance; from the actor to the worker: a call of another instance."""
 
     ticket: int
@@ -55,7 +55,7 @@ class Ask(Struct, tag=True, frozen=True):
     header: CallHeader
 
 
-class Answer(Struct, tag=True, frozen=True):
+class RelayedAnswer(Struct, tag=True, frozen=True):
     """Parts are the result, or none."""
 
     ticket: int
@@ -65,7 +65,7 @@ class Answer(Struct, tag=True, frozen=True):
     data: bytes = b""
 
 
-Message = Hello | Welcome | Serve | Serving | Ask | Answer
+Message = WorkerHello | WorkerWelcome | ServeCalls | ServingCalls | RelayedCall | RelayedAnswer
 
 _HEAD = struct.Struct("<II")
 _LENGTH = struct.Struct("<Q")
@@ -88,7 +88,7 @@ def pack_frame(message: Message, parts: Any = ()) -> list[Any]:
     ]
 
 
-def read_head(data: bytes) -> tuple[int, int]:
+def read_head(data: bytes | bytearray) -> tuple[int, int]:
     """Bytes of the message, and number of parts. Raises `BadFrame`."""
     size, num_parts = _HEAD.unpack(data)
     if size > MAX_MESSAGE or num_parts > MAX_PARTS:
@@ -96,11 +96,11 @@ def read_head(data: bytes) -> tuple[int, int]:
     return size, num_parts
 
 
-def read_lengths(data: bytes) -> list[int]:
+def read_lengths(data: bytes | bytearray) -> list[int]:
     return [_LENGTH.unpack_from(data, place)[0] for place in range(0, len(data), LENGTH_BYTES)]
 
 
-def read_message(data: bytes) -> Message:
+def read_message(data: bytes | bytearray) -> Message:
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:

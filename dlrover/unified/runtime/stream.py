@@ -21,7 +21,7 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.unified.runtime.calls import RoleActor
 from dlrover.unified.runtime.current import current
 from dlrover.unified.runtime.methods import METHODS, rpc
-from dlrover.unified.runtime.wire import Ending
+from dlrover.unified.runtime.wire import Ending, RoleGone
 
 CALL_TIMEOUT = 600.0
 """Seconds for the stream or the trainer to be back. They are restarted, or the job ends."""
@@ -59,7 +59,7 @@ class Stream:
             while not me.ending.is_set():
                 for step, key in _ask(self.name, 0, "take", me.name, me.incarnation, most):
                     yield FeederTask(self.name, step, key)
-        except Ending:
+        except (Ending, RoleGone):  # or the job is over
             return
 
     def statistics(self) -> dict[str, int]:

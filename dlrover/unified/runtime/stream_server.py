@@ -22,17 +22,17 @@ KEPT_STEPS = 2
 """Before the newest that was asked for: another rank may be behind by one."""
 
 
-class Lease(Struct):
+class KeyLease(Struct):
     feeder: str
     life: int
     until: float
 
 
-class Step(Struct):
+class StreamStep(Struct):
     number: int
     keys: range
     items: dict[int, bytes]
-    leases: dict[int, Lease]
+    leases: dict[int, KeyLease]
 
     @property
     def is_complete(self) -> bool:
@@ -47,7 +47,7 @@ class StreamServer:
         self._lease = lease
         self._clock = clock
         self._wait = wait
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, StreamStep] = {}
         self._newest = -1
         self._changed = threading.Condition()  # guards all: calls come in threads
 
@@ -101,7 +101,7 @@ class StreamServer:
         """A step below the newest is asked for by a trainer that was restored."""
         if number not in self._steps:
             first = number * self._batch
-            self._steps[number] = Step(number, range(first, first + self._batch), {}, {})
+            self._steps[number] = StreamStep(number, range(first, first + self._batch), {}, {})
             self._changed.notify_all()
         self._newest = number
         for old in [each for each in self._steps if each < number - KEPT_STEPS or each > number + KEPT_STEPS]:
@@ -117,7 +117,7 @@ class StreamServer:
                     return taken
                 lease = step.leases.get(key)
                 if key not in step.items and (lease is None or lease.until <= now):
-                    step.leases[key] = Lease(feeder, life, now + self._lease)
+                    step.leases[key] = KeyLease(feeder, life, now + self._lease)
                     taken.append((number, key))
         return taken
 

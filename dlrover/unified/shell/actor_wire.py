@@ -13,7 +13,7 @@ from dlrover.platforms.ray.store import ClusterKeyValues
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified.runtime.wire import CallHeader, CallRefused, Ending, Parts, Raised, as_raised
 from dlrover.unified.shell.book import KeyBook, Place
-from dlrover.unified.shell.sender import CalleeGone, CalleeUnsure, Sender
+from dlrover.unified.shell.sender import CalleeGone, CalleeUnsure, CallSender
 
 MAX_CALLS = 64
 """Methods that run at a time in one instance."""
@@ -64,7 +64,7 @@ class ActorWire:
         self._num_ranks = dict(num_ranks)
         self._loop = loop
         self.book = KeyBook(ClusterKeyValues(), job_uid)
-        self._sender = Sender(self.book, ActorTransport())
+        self._sender = CallSender(self.book, ActorTransport())
         self._answer: Callable[[CallHeader, Parts], Parts] | None = None
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="rpc")
         self._pending: set[Future[Parts]] = set()

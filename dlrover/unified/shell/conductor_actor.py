@@ -26,7 +26,7 @@ from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.elastic_role import plan_key
 from dlrover.unified.shell.messages import EnsembleAccount, pack
 from dlrover.unified.shell.ray_cluster import RayCluster
-from dlrover.unified.store import EnsembleJournal, Fenced
+from dlrover.unified.store import ConductorFenced, EnsembleJournal
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +130,10 @@ class ConductorActor:
         journal = EnsembleJournal(self._store, self._job_uid)
         conductor = self._conductor = Conductor(journal, cluster, _now)
         conductor.on_verdict = self._bulletin.say
-        start(self._tend(conductor, cluster), self._tasks)
+        tending = start(self._tend(conductor, cluster), self._tasks)
         try:
             over = await conductor.conduct(BeginEnsemble(plan.spec))
-        except Fenced as error:
+        except ConductorFenced as error:
             log.warning("%s", error)
             os._exit(1)
         except Exception as error:  # the edge of the process: Ray starts the next life, which reads the journal
@@ -141,6 +141,7 @@ class ConductorActor:
             self._bulletin.say(f"the conductor failed: {type(error).__name__}: {error}")
             os._exit(1)
         self._has_begun.set()
+        tending.cancel()  # it writes to the store, which is cleared now
         await self._finish(over)
 
     async def _tend(self, conductor: Conductor, cluster: RayCluster) -> None:
@@ -159,6 +160,7 @@ class ConductorActor:
 
     async def _finish(self, over: FinishEnsemble) -> None:
         assert self._cluster is not None
+        self._cluster.close_all(f"the job is over: {over.reason}")
         self._cluster.room.remove()
         report = over.reason if over.exit_code else ""
         self._bulletin.close(JobOver(over.exit_code, report))

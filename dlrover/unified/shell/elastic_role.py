@@ -28,10 +28,10 @@ from dlrover.platforms.ray.store import JobStore, Registered, Registry, get
 from dlrover.protocol.errors import JobError, Unavailable
 from dlrover.unified.core.messages import InstanceId
 from dlrover.unified.plan import PLAN, EnsemblePlan
-from dlrover.unified.runtime.relay_frames import SOCKET_VARIABLE
+from dlrover.unified.runtime.relay_frames import SOCKET_VARIABLE, WorkerWelcome
 from dlrover.unified.runtime.wire import HEADER
-from dlrover.unified.shell.actor_wire import as_ray_part, start
-from dlrover.unified.shell.relay import Relay
+from dlrover.unified.shell.actor_wire import ActorWire, as_ray_part, start
+from dlrover.unified.shell.relay import CallRelay
 from dlrover.unified.shell.room import JobRoom, group_name
 
 UID_VARIABLE, ROLE_VARIABLE = "DLROVER_ENSEMBLE_UID", "DLROVER_ENSEMBLE_ROLE"
@@ -44,7 +44,7 @@ class RoleNode(LauncherActor):
 
     def __init__(self) -> None:
         super().__init__()
-        self._relay: Relay | None = None
+        self._relay: CallRelay | None = None
 
     async def answer(self, header: bytes, target: tuple[str, int, int], *parts: Any) -> Any:
         """A call to a worker. Raises `Raised` or `CalleeGone`."""
@@ -57,7 +57,14 @@ class RoleNode(LauncherActor):
         environ = super()._environ(order)
         uid, role = environ[UID_VARIABLE], environ[ROLE_VARIABLE]
         plan = PLAN.decode(get(plan_key(uid)) or b"")
-        self._relay = Relay(plan, role, sub_uid=order.job_uid, actor=f"{NODE_PREFIX}{order.intent.id}")
+        num_ranks = {name: each.num_ranks for name, each in plan.roles.items()}
+        self._relay = CallRelay(
+            ActorWire(uid, num_ranks, asyncio.get_running_loop()),
+            WorkerWelcome(job=plan.spec.name, job_uid=uid, role=role, num_ranks=num_ranks),
+            plan.config,
+            namespace=namespace_of(order.job_uid),
+            actor=f"{NODE_PREFIX}{order.intent.id}",
+        )
         path = os.path.join(self._directory.path, SOCKET)
         self._relay.open(path)
         return {**environ, SOCKET_VARIABLE: path}

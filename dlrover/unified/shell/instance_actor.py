@@ -24,13 +24,14 @@ from dlrover.platforms.ray.access import namespace_of
 from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.store import ClusterKeyValues
 from dlrover.protocol.errors import ConfigError
-from dlrover.unified.entry import EntryKind
+from dlrover.unified.entry import EntryPointKind
 from dlrover.unified.runtime.current import Current, enter
 from dlrover.unified.runtime.methods import METHODS
 from dlrover.unified.runtime.wire import HEADER, Ending
 from dlrover.unified.shell.actor_wire import ActorWire, as_ray_part
 from dlrover.unified.shell.book import Place
 from dlrover.unified.shell.messages import ORDER, InstanceEnd, InstanceOrder, pack
+from dlrover.unified.shell.printed_lines import PrintedLines
 from dlrover.unified.shell.process_group import historical_variables, joined
 
 USER_THREAD = "user_main_thread"
@@ -40,6 +41,8 @@ LEAVE_TIMEOUT = 1.0
 
 class InstanceActor:
     """Made without arguments: Ray would keep them. What to be comes by `begin`."""
+
+    exit_process = staticmethod(os._exit)
 
     def __init__(self) -> None:
         self._order: InstanceOrder | None = None
@@ -51,9 +54,10 @@ class InstanceActor:
         self._ready: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._over: asyncio.Future[bytes] | None = None
         self._store = ClusterKeyValues()
+        self._printed = PrintedLines()
         self._num_answers = 0
         self._is_idle = asyncio.Event()
-        on_raylet_end(lambda: os._exit(1))
+        on_raylet_end(lambda: self.exit_process(1))
 
     # What the conductor asks for. Each may come twice.
 
@@ -88,7 +92,11 @@ class InstanceActor:
                 async with asyncio.timeout(LEAVE_TIMEOUT):
                     await self._is_idle.wait()
         self._leave()
-        os._exit(0)
+        self.exit_process(0)
+
+    async def output(self) -> bytes:
+        """The next lines that the user's code has printed; waits for them. One question at a time."""
+        return await self._printed.take()
 
     async def describe(self) -> int:
         return os.getpid()
@@ -142,7 +150,7 @@ class InstanceActor:
             from dlrover.unified.runtime.stream_server import StreamServer
 
             METHODS.export_object(StreamServer(batch=order.batch, lease=order.lease))
-        elif order.entry.kind is EntryKind.COMMAND:
+        elif order.entry.kind is EntryPointKind.COMMAND:
             self._main = lambda: _run_script(order.entry.words)
         else:
             module = importlib.import_module(order.entry.module)
@@ -205,7 +213,7 @@ class _UserThread:
 
         def one() -> None:
             end = _outcome(work)
-            loop.call_soon_threadsafe(done.set_result, end)
+            loop.call_soon_threadsafe(_settle, done, end)
 
         self._work.put(one)
         return await done
@@ -213,6 +221,11 @@ class _UserThread:
     def _serve(self) -> None:
         while True:
             self._work.get()()
+
+
+def _settle(done: asyncio.Future[InstanceEnd], end: InstanceEnd) -> None:
+    if not done.done():
+        done.set_result(end)
 
 
 def _run_script(words: list[str]) -> None:

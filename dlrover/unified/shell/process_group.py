@@ -20,6 +20,8 @@ from dlrover.unified.shell.messages import InstanceOrder
 from dlrover.unified.store import KeyValues
 
 PAUSE = 0.02
+CHECK_SIZE = 1 << 20
+"""Elements of the sum that checks the communication."""
 PATIENCE = 300.0
 """Seconds for rank 0 to offer its address."""
 
@@ -47,11 +49,31 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
     dist.init_process_group(
         backend, init_method=f"tcp://{address}", rank=order.rank, world_size=order.num_ranks[order.role], timeout=limit
     )
+    if order.process_group.is_checked:
+        check_communication(order.num_ranks[order.role])
     try:
         yield
     finally:
         if sys.exc_info()[0] is None or backend == "gloo":
             dist.destroy_process_group()
+
+
+def check_communication(world_size: int) -> float:
+    """Seconds that one multiplication and one sum over all instances took. Raises `JobError`: the role starts again then."""
+    import torch
+    import torch.distributed as dist
+
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
+    matrix = torch.eye(256, device=device)
+    total = torch.ones(CHECK_SIZE, device=device) * (matrix @ matrix)[0, 0]
+    try:
+        dist.all_reduce(total)
+    except RuntimeError as error:
+        raise JobError(f"The communication check failed: {error}") from error
+    if total[0].item() != world_size or total[-1].item() != world_size:
+        raise JobError(f"The communication check summed to {total[0].item():g} over {world_size} instances.")
+    return round(time.monotonic() - began, 3)
 
 
 def historical_variables(order: InstanceOrder) -> dict[str, str]:

@@ -18,13 +18,15 @@ from dlrover.platforms.ray.access import missing_module, namespace_of, say_missi
 from dlrover.platforms.ray.store import ClusterKeyValues
 from dlrover.unified.conductor import InstanceBroken
 from dlrover.unified.core.messages import InstanceId
-from dlrover.unified.entry import EntryKind, EntryPoint
+from dlrover.unified.entry import EntryPoint, EntryPointKind
 from dlrover.unified.layout import CPU, GPU, MEMORY
 from dlrover.unified.plan import EnsemblePlan, RoleKind
+from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.book import KeyBook
 from dlrover.unified.shell.elastic_role import ElasticRole
 from dlrover.unified.shell.instance_actor import InstanceActor
 from dlrover.unified.shell.messages import END, InstanceOrder, pack
+from dlrover.unified.shell.printed_lines import LINES
 from dlrover.unified.shell.room import JobRoom
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ class RayCluster:
         self._made: dict[InstanceId, asyncio.Future[Any]] = {}
         """Actors, and hosts of elastic roles; asked for by this conductor or found."""
         self._ended: set[InstanceId] = set()
+        self._lost: set[InstanceId] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def place(self) -> None:
         await self.room.place()
@@ -68,7 +72,7 @@ class RayCluster:
         if actor is None:
             self._mark("made", instance)
             actor = self._make_actor(instance)
-        _settle(made, actor)
+        self._settle_actor(instance, actor)
         await self._call(instance, actor, "begin", pack(self._order(instance)))
 
     async def run(self, instance: InstanceId) -> None:
@@ -83,6 +87,11 @@ class RayCluster:
         await self._call(instance, found, "run")
 
     async def gone(self, instance: InstanceId) -> str:
+        cause = await self._gone(instance)
+        self._lost.add(instance)
+        return cause
+
+    async def _gone(self, instance: InstanceId) -> str:
         import ray.exceptions
 
         found = await self._await_made(instance)
@@ -94,7 +103,7 @@ class RayCluster:
             try:
                 await found.wait.remote()
             except ray.exceptions.ActorUnavailableError:
-                continue  # Ray reaches it no more, and does not know yet whether it lives
+                await asyncio.sleep(UNAVAILABLE)  # Ray reaches it no more, and does not know yet whether it lives
             except ray.exceptions.RayError as error:
                 return _cause(error)
 
@@ -136,14 +145,14 @@ class RayCluster:
         return {
             _name(instance): made.result()
             for instance, made in self._made.items()
-            if made.done() and made.result() is not None and not isinstance(made.result(), ElasticRole)
+            if instance not in self._lost and made.done() and not isinstance(made.result(), ElasticRole | None)
         }
 
     def elastic_roles(self) -> dict[str, ElasticRole]:
         return {
             instance.role: made.result()
             for instance, made in sorted(self._made.items())
-            if made.done() and isinstance(made.result(), ElasticRole)
+            if instance not in self._lost and made.done() and isinstance(made.result(), ElasticRole)
         }
 
     # Instances.
@@ -162,8 +171,26 @@ class RayCluster:
             found = await self._elastic(instance, must_make=False)
         else:
             found = self._find(instance)
-        _settle(made, found)
+        if found is None or isinstance(found, ElasticRole):
+            _settle(made, found)
+        else:
+            self._settle_actor(instance, found)
         return made.result()
+
+    def _settle_actor(self, instance: InstanceId, actor: Any) -> None:
+        made = self._coming(instance)
+        if not made.done():
+            made.set_result(actor)
+            start(self._print(instance, actor), self._tasks)
+
+    async def _print(self, instance: InstanceId, actor: Any) -> None:
+        """What its code prints. Long questions, one at a time."""
+        import ray.exceptions
+
+        with contextlib.suppress(ray.exceptions.RayError):  # it is gone: `gone` tells
+            while True:
+                for line, is_error in LINES.decode(await actor.output.remote()):
+                    self._on_line(str(instance), line, is_error)
 
     async def _elastic(self, instance: InstanceId, *, must_make: bool) -> ElasticRole | None:
         role = ElasticRole(self._plan, instance, on_line=self._on_line, say=self._say)
@@ -223,7 +250,7 @@ class RayCluster:
             rank=instance.rank,
             incarnation=instance.incarnation,
             actor=_name(instance),
-            entry=role.entry or EntryPoint(EntryKind.NAME, ""),
+            entry=role.entry or EntryPoint(EntryPointKind.NAME, ""),
             environ={**plan.environ, **role.environ},
             num_ranks={name: each.num_ranks for name, each in plan.roles.items()},
             local_world_size=role.local_world_size,

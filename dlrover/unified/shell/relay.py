@@ -13,30 +13,27 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from dlrover.platforms.ray.access import namespace_of
-from dlrover.unified.plan import EnsemblePlan
 from dlrover.unified.runtime.relay_frames import (
     HEAD_BYTES,
     LENGTH_BYTES,
-    Answer,
-    Ask,
     BadFrame,
-    Hello,
     Message,
-    Serve,
-    Serving,
-    Welcome,
+    RelayedAnswer,
+    RelayedCall,
+    ServeCalls,
+    ServingCalls,
+    WorkerHello,
+    WorkerWelcome,
     pack_frame,
     read_head,
     read_lengths,
     read_message,
 )
 from dlrover.unified.runtime.wire import CallHeader, Parts, Raised
-from dlrover.unified.shell.actor_wire import ActorWire, start
-from dlrover.unified.shell.book import Place
+from dlrover.unified.shell.actor_wire import start
+from dlrover.unified.shell.book import KeyBook, Place
 from dlrover.unified.shell.sender import CalleeGone
 
 log = logging.getLogger(__name__)
@@ -45,17 +42,27 @@ BUFFER = 1 << 22
 """Bytes that a socket holds before its sender waits."""
 
 
-class Relay:
+class OutwardWire(Protocol):
+    """Of the node actor to the rest of the job."""
+
+    book: KeyBook
+
+    async def send(self, role: str, rank: int, header: CallHeader, parts: Parts) -> Parts:
+        """Raises `Raised`."""
+
+
+class CallRelay:
     """Of one node."""
 
-    def __init__(self, plan: EnsemblePlan, role: str, *, sub_uid: str, actor: str) -> None:
-        self._plan = plan
-        self._role = role
-        self._namespace = namespace_of(sub_uid)
+    def __init__(self, wire: OutwardWire, welcome: WorkerWelcome, config: bytes, *, namespace: str, actor: str) -> None:
+        """`welcome` and `config`: for each worker that comes. `namespace`, `actor`: where this node is called."""
+        self._wire = wire
+        self._welcome = welcome
+        self._config = config
+        self._role = welcome.role
+        self._namespace = namespace
         self._actor = actor
-        num_ranks: Mapping[str, int] = {name: each.num_ranks for name, each in plan.roles.items()}
-        self._wire = ActorWire(plan.job_uid, num_ranks, asyncio.get_running_loop())
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _RelayedWorker] = {}
         """By rank: those that serve."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -85,26 +92,22 @@ class Relay:
 
     async def _attend(self, peer: socket.socket) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=peer, limit=BUFFER)
-        worker = _Worker(writer)
+        worker = _RelayedWorker(writer)
         rank = -1
         try:
             while True:
                 message, parts = await _receive(reader)
                 match message:
-                    case Hello(rank, pid):
+                    case WorkerHello(rank, pid):
                         log.debug("worker joined rank=%d pid=%d", rank, pid)
-                        num_ranks = dict(self._wire.roles())
-                        welcome = Welcome(
-                            job=self._plan.spec.name, job_uid=self._plan.job_uid, role=self._role, num_ranks=num_ranks
-                        )
-                        await worker.send(welcome, [self._plan.config])
-                    case Serve(repeatable):
+                        await worker.send(self._welcome, [self._config])
+                    case ServeCalls(repeatable):
                         self._enter(rank, worker, repeatable)
                         assert worker.place is not None
-                        await worker.send(Serving(worker.place.incarnation))
-                    case Ask():
+                        await worker.send(ServingCalls(worker.place.incarnation))
+                    case RelayedCall():
                         start(self._pass_on(worker, message, parts), self._tasks)
-                    case Answer():
+                    case RelayedAnswer():
                         worker.answered(message, parts)
                     case _:
                         raise BadFrame(f"{type(message).__name__} from a worker")
@@ -114,7 +117,7 @@ class Relay:
             self._leave(rank, worker)
             writer.close()
 
-    def _enter(self, rank: int, worker: _Worker, repeatable: tuple[str, ...]) -> None:
+    def _enter(self, rank: int, worker: _RelayedWorker, repeatable: tuple[str, ...]) -> None:
         life = worker.place.incarnation if worker.place else self._wire.book.next_life(self._role, rank)
         worker.place = Place(
             role=self._role,
@@ -128,22 +131,22 @@ class Relay:
         self._workers[rank] = worker
         self._wire.book.enter(worker.place)
 
-    def _leave(self, rank: int, worker: _Worker) -> None:
+    def _leave(self, rank: int, worker: _RelayedWorker) -> None:
         worker.lose()
         if self._workers.get(rank) is worker:
             del self._workers[rank]
         if worker.place is not None:
             self._wire.book.leave(worker.place)
 
-    async def _pass_on(self, worker: _Worker, ask: Ask, parts: Parts) -> None:
+    async def _pass_on(self, worker: _RelayedWorker, ask: RelayedCall, parts: Parts) -> None:
         try:
             result = await self._wire.send(ask.role, ask.rank, ask.header, parts)
-            await worker.send(Answer(ask.ticket), result)
+            await worker.send(RelayedAnswer(ask.ticket), result)
         except Raised as error:
-            await worker.send(Answer(ask.ticket, error.kind, error.text, error.data))
+            await worker.send(RelayedAnswer(ask.ticket, error.kind, error.text, error.data))
 
 
-class _Worker:
+class _RelayedWorker:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._sending = asyncio.Lock()  # frames of several tasks must not mix
@@ -160,10 +163,10 @@ class _Worker:
         answer: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
         self._asked[ticket] = answer
         assert self.place is not None
-        await self.send(Ask(ticket, self.place.role, self.place.rank, header), parts)
+        await self.send(RelayedCall(ticket, self.place.role, self.place.rank, header), parts)
         return await answer
 
-    def answered(self, answer: Answer, parts: Parts) -> None:
+    def answered(self, answer: RelayedAnswer, parts: Parts) -> None:
         future = self._asked.pop(answer.ticket, None)
         if future is None or future.done():
             return

@@ -33,8 +33,9 @@ class Transport(Protocol):
         """Until the method has returned. Raises `CalleeGone`, `CalleeUnsure` or `Raised`."""
 
 
-class Sender:
-    def __init__(self, book: Book, transport: Transport) -> None:
+class CallSender:
+    def __init__(self, book: Book, transport: Transport, *, again: float = AGAIN) -> None:
+        self._again = again
         self._book = book
         self._transport = transport
         self._known: dict[tuple[str, int], Place] = {}
@@ -61,4 +62,4 @@ class Sender:
                 self._known.pop((role, rank), None)
                 if not may_repeat:
                     raise InstanceLost(role, rank, place.incarnation) from unsure
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(self._again)

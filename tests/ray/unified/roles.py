@@ -96,6 +96,8 @@ class Consumer:
         for step in range(current().config["steps"]):
             batch = stream.get(step)
             note(" ".join(f"{key}:{item[1]}" for key, item in batch))
+            if (folder() / "stop").exists():
+                return
 
 
 def fails() -> None:

@@ -11,7 +11,7 @@ import pytest
 from dlrover.protocol.messages.identity import Micros
 from dlrover.unified.core.machine import AT_ONCE, EnsembleMachine
 from dlrover.unified.core.messages import CreateInstance, InstanceGone, InstanceId
-from dlrover.unified.core.state import Life, RoleState
+from dlrover.unified.core.state import InstanceLife, RoleState
 from tests.unified.core.walks import Walk
 
 NUM_WALKS = 1500
@@ -61,8 +61,8 @@ class Impatient(EnsembleMachine):
     def _end(self, instance_id: InstanceId) -> None:
         super()._end(instance_id)
         instance = self._instance(instance_id)
-        if instance.life is Life.ENDING and self._state.stage == "RUNNING":
-            instance.life = Life.ABSENT
+        if instance.life is InstanceLife.ENDING and self._state.stage == "RUNNING":
+            instance.life = InstanceLife.ABSENT
 
 
 class Forgetful(EnsembleMachine):
@@ -70,7 +70,7 @@ class Forgetful(EnsembleMachine):
 
     def _on_gone(self, command: InstanceGone) -> None:
         instance = self._instance(command.instance)
-        if instance.life is not Life.RUNNING:
+        if instance.life is not InstanceLife.RUNNING:
             super()._on_gone(command)
 
 

@@ -1,0 +1,86 @@
+"""Acceptance scenarios of the historical interface (spec 11, §18) on a real cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dlrover.python.unified.api.builder import DLJobBuilder, RLJobBuilder
+from dlrover.python.unified.common.enums import MasterStage
+from dlrover.python.unified.controller.master import PrimeMaster
+
+from dlrover.unified import attach
+from dlrover.unified.api.config import new_config
+from tests.ray.lab import RayLab, until
+
+OLD = "tests.ray.unified.old_roles"
+
+
+def elastic(folder: Path, entry: str = f"{OLD}.train") -> Any:
+    return (
+        DLJobBuilder().node_num(2).device_per_node(2).device_type("CPU").config({"folder": str(folder)})
+        .train(entry).nnodes(2).nproc_per_node(2).resource(cpu=0.5).build()
+    )  # fmt: skip
+
+
+def ranks(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("ELASTIC-*"))
+
+
+def test_a_role_in_actors_trains_survives_a_kill_and_restarts_by_hand(lab: RayLab, tmp_path: Path):
+    """Scenarios 1, 2 and 4."""
+    master = PrimeMaster.create(new_config(elastic(tmp_path).dl_config, "old", {}, {}))
+    until(lambda: len(ranks(tmp_path)) == 4)
+    assert (tmp_path / ranks(tmp_path)[1]).read_text() == "ELASTIC_4-1_2-1"
+    os.kill(int(ranks(tmp_path)[0].rpartition("-")[2]), signal.SIGKILL)
+    until(lambda: len(ranks(tmp_path)) == 8, lambda: str(attach("old").status()))
+    assert master.get_status().job_restart_count == 0, "the role restarted, and not the job"
+    until(lambda: master.get_status().stage is MasterStage.RUNNING)
+    master.restart()
+    until(lambda: len(ranks(tmp_path)) == 12, lambda: str(attach("old").status()))
+    assert master.get_status().job_restart_count == 1
+    (tmp_path / "stop").touch()
+    assert master.wait() == 0
+    lab.await_nothing_left(master.handle.job_uid)
+
+
+@pytest.mark.parametrize(("strategy", "limit", "num_tries"), [(0, 10, 1), (1, 1, 2)])
+def test_an_entry_point_that_fails_ends_the_job(lab: RayLab, tmp_path: Path, strategy: int, limit: int, num_tries: int):
+    """Scenario 1: at once, or after as many restarts of the job as it may have."""
+    job = (
+        DLJobBuilder().device_type("CPU").config({"folder": str(tmp_path)})
+        .role("worker").run(f"{OLD}.fail").resource(cpu=0.1).build()
+    )  # fmt: skip
+    assert job.submit("failing", failover_exec_strategy=strategy, job_max_restart=limit) == 1
+    assert (tmp_path / "tries").read_text() == num_tries * "x"
+    assert lab.leftovers() == []
+
+
+def test_a_communication_check_that_fails_once_restarts_the_role(lab: RayLab, tmp_path: Path):
+    """Scenario 3."""
+    job = (
+        DLJobBuilder().device_type("CPU").config({"folder": str(tmp_path)})
+        .role("broken").train(f"{OLD}.checked").nnodes(1).nproc_per_node(2).resource(cpu=0.5).build()
+    )  # fmt: skip
+    assert job.submit("checked") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checked-0-2", "checked-1-2"]
+    assert lab.leftovers() == []
+
+
+def test_a_job_of_reinforcement_learning_as_of_old(lab: RayLab, tmp_path: Path):
+    """Scenario 10, queues, proxies, and a submission that does not wait."""
+    job = (
+        RLJobBuilder().node_num(2).device_per_node(2).device_type("CPU").config({"folder": str(tmp_path)})
+        .trainer(f"{OLD}.Trainer").resource(cpu=0.5)
+        .actor(f"{OLD}.Actor").total(1).resource(cpu=0.5)
+        .rollout(f"{OLD}.Rollout").total(2).resource(cpu=0.5)
+        .build()
+    )  # fmt: skip
+    code = job.submit("rl", blocking=False)
+    assert code == 0
+    assert code.wait(120) == 0, code.handle.report
+    assert (tmp_path / "trainer").read_text() == "done"
+    lab.await_nothing_left(code.handle.job_uid)

@@ -1,0 +1,147 @@
+"""A whole job of one instance in one process: conductor, instance and calls, over a Ray that is an object."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover.cli.ray.messages import NEWS, JobOver, Said
+from dlrover.unified import Ensemble, Role, current, rpc
+from dlrover.unified.core.messages import EnsembleStatus
+from dlrover.unified.plan import pack as pack_plan
+from dlrover.unified.runtime.wire import CallHeader, freeze, thaw
+from dlrover.unified.shell.conductor_actor import ConductorActor
+from dlrover.unified.shell.messages import ACCOUNT, pack
+from tests.unified.fake_ray import FakeActor, FakeRay, RayTaskError, fake_ray
+
+NAMESPACE = "dlrover/uid"
+
+
+class Loop:
+    """Runs until its file `stop` is there, or fails if its file `fail` is."""
+
+    @rpc()
+    def incarnation(self) -> int:
+        return current().incarnation
+
+    def run(self) -> None:
+        here = current()  # a killed actor's thread lives on in this process, when the next one is here
+        folder = Path(here.config)
+        print(f"begins {here.incarnation}")
+        while not (folder / "stop").exists():
+            if here.ending.wait(0.005):
+                return
+            if (folder / f"fail-{here.incarnation}").exists():
+                raise ValueError("as it was told")
+
+
+class Job:
+    def __init__(self, ray: FakeRay, folder: Path) -> None:
+        self.ray = ray
+        self.folder = folder
+        roles = [Role.simple("loop", f"{__name__}.Loop", driver=True, on_failure="instance", restart_pause=0.0)]
+        plan = Ensemble("job", roles=roles, config=str(folder)).build("uid")
+        ray.keys[b"uid/plan"] = pack_plan(plan)
+        ray.keys[b"jobs/job"] = b"{}"
+        self.conductor = self.start_conductor()
+
+    def start_conductor(self) -> FakeActor:
+        made = self.ray.remote(ConductorActor).options(namespace=NAMESPACE, name="conductor").remote("uid")
+        self.ray.current_actor = self.conductor = made
+        return made
+
+    async def status(self) -> EnsembleStatus:
+        return ACCOUNT.decode(await self.conductor.account.remote()).status
+
+    async def until(self, condition: Callable[[Any], bool]) -> EnsembleStatus:
+        async with asyncio.timeout(60):
+            while True:
+                status = await self.status()
+                if condition(status.roles[0].instances[0]):
+                    return status
+                await asyncio.sleep(0)
+
+    async def over(self) -> tuple[JobOver, list[str]]:
+        async with asyncio.timeout(60):
+            while True:
+                news = NEWS.decode(await self.conductor.news.remote("me", 0, 0, 1.0))
+                if news.over is not None:
+                    await self.conductor.taken.remote("me")
+                    await self.conductor.is_dead.wait()
+                    return news.over, [item.text for item in news.items if isinstance(item, Said)]
+
+    async def ask(self, life: int, method: str) -> Any:
+        actor = self.ray.get_actor(f"loop-0.{life}", NAMESPACE)
+        header = pack(CallHeader(id=os.urandom(4).hex(), method=method))
+        return thaw([await actor.answer.remote(header, None, *freeze(((), {})))])
+
+
+@asynccontextmanager
+async def job_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Job]:
+    with fake_ray(monkeypatch) as ray:
+        job = Job(ray, tmp_path)
+        yield job
+        assert ray.actors == {}, "no actor is left"
+        assert ray.keys == {}, "no key is left"
+        assert ray.groups == {}, "no placement group is left"
+
+
+async def test_a_job_runs_answers_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with job_in(tmp_path, monkeypatch) as job:
+        status = await job.until(lambda each: each.state == "running")
+        assert (status.stage, job.ray.groups) == ("RUNNING", {"dlrover_placement_group_job": [{"CPU": 1.0}]})
+        assert await job.ask(1, "incarnation") == 1
+        with pytest.raises(RayTaskError, match="no @rpc method 'absent'"):
+            await job.ask(1, "absent")
+        (tmp_path / "stop").touch()
+        over, sentences = await job.over()
+        assert over == JobOver(0, "")
+        assert sentences[-1] == "The job ends with exit code 0: all drivers ended well"
+
+
+async def test_an_instance_that_is_killed_or_fails_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with job_in(tmp_path, monkeypatch) as job:
+        await job.until(lambda each: each.state == "running")
+        job.ray.kill(job.ray.get_actor("loop-0.1", NAMESPACE))
+        await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
+        (tmp_path / "fail-2").touch()
+        status = await job.until(lambda each: (each.incarnation, each.state) == (3, "running"))
+        assert status.roles[0].instances[0].cause == "ValueError: as it was told"
+        assert await job.ask(3, "incarnation") == 3
+        (tmp_path / "stop").touch()
+        assert (await job.over())[0].exit_code == 0
+
+
+async def test_a_conductor_that_is_killed_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with job_in(tmp_path, monkeypatch) as job:
+        await job.until(lambda each: each.state == "running")
+        for epoch in (2, 3):
+            job.ray.kill(job.conductor)
+            job.start_conductor()
+            account = ACCOUNT.decode(await job.conductor.account.remote())
+            assert (account.epoch, account.status.stage) == (epoch, "RUNNING")
+            assert account.status.roles[0].instances[0].num_restarts == 0
+        assert await job.ask(1, "incarnation") == 1
+        job.ray.kill(job.conductor)  # and the instance dies while no conductor is there
+        job.ray.kill(job.ray.get_actor("loop-0.1", NAMESPACE))
+        job.start_conductor()
+        await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
+        (tmp_path / "stop").touch()
+        assert (await job.over())[0].exit_code == 0
+
+
+async def test_a_job_is_stopped_or_restarted_by_a_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with job_in(tmp_path, monkeypatch) as job:
+        await job.until(lambda each: each.state == "running")
+        assert await job.conductor.restart.remote("a person")
+        status = await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
+        assert status.num_job_restarts == 1
+        assert await job.conductor.end.remote("a person", 7)
+        over, _ = await job.over()
+        assert over == JobOver(7, "a person")
