@@ -7,6 +7,7 @@ What it answers, raises or changes in its arguments is folded into one number, w
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import hashlib
@@ -25,12 +26,13 @@ import msgspec
 import dlrover.core
 
 TABLES = Path(__file__).parents[1] / "referees" / "tables.txt"
-NUM_CALLS = 150
+NUM_CALLS = 100
 DEEPEST = 6
 SECONDS = (0, 1, 2, 5, 30, 60, 180, 300, 600, 1800, 3600)
 NUMBERS = (0, 1, 1, 2, 2, 3, 4, 5, 6, 8, 10, 64, 100, -1)
 FRACTIONS = (0.0, 0.05, 0.1, 0.4, 0.5, 0.9, 0.97, 1.0, 1.0, 1.5, 2.0, 3.0, 10.0, 60.0, 180.0, 300.0, 1000.0, -1.0)
-TEXTS = ("", "a", "a", "b", "c", "other")
+IDS = (0, 1, 1, 2, 2, 3)
+TEXTS = ("", "", "a", "a", "b", "other")
 
 
 class CannotBuild(Exception):
@@ -49,6 +51,8 @@ class Maker:
         if isinstance(type_, typing.NewType):
             if type_.__name__ == "Micros":
                 return chance.choice(SECONDS) * 1_000_000 + chance.choice((0, 0, 0, 1, -1))
+            if type_.__supertype__ is int:
+                return chance.choice(IDS)
             return self.make(type_.__supertype__, depth)
         origin, arguments = typing.get_origin(type_), typing.get_args(type_)
         if origin is typing.Annotated:
@@ -66,7 +70,7 @@ class Maker:
         if origin is tuple:
             return tuple(self.make(each, depth + 1) for each in arguments)
         if origin in (dict, Mapping):
-            size = chance.choice((0, 1, 2, 3, 4)) if depth < 3 else chance.choice((0, 1, 2))
+            size = chance.choice((0, 1, 2, 3, 4, 8)) if depth < 4 else chance.choice((0, 1, 2, 4))
             keys = [self.make(arguments[0], depth + 1) for _ in range(size)]
             return {key: self.make(arguments[1], depth + 1) for key in keys}
         return self._plain(type_, depth)
@@ -88,18 +92,25 @@ class Maker:
         if isinstance(type_, type) and issubclass(type_, enum.Enum):
             return chance.choice(list(type_))
         if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+            return self._struct(type_, depth)
+        if isinstance(type_, type) and issubclass(type_, tuple) and hasattr(type_, "_fields"):
+            return type_(*(self.make(hint, depth + 1) for _, _, hint in _fields_of(type_)))
+        raise CannotBuild(type_)
+
+    def _struct(self, type_: type, depth: int) -> Any:
+        """One that its own checks let through: a few are tried."""
+        for _ in range(6):
             values = {}
             for name, is_required, hint in _fields_of(type_):
-                if not is_required and chance.random() < (0.25 if depth < 2 else 0.5):
+                if not is_required and self.chance.random() < (0.25 if depth < 2 else 0.5):
                     continue
                 try:
                     values[name] = self.make(hint, depth + 1)
                 except (CannotBuild, ValueError, TypeError):
                     if is_required:
                         raise
-            return type_(**values)
-        if isinstance(type_, type) and issubclass(type_, tuple) and hasattr(type_, "_fields"):
-            return type_(*(self.make(hint, depth + 1) for _, _, hint in _fields_of(type_)))
+            with contextlib.suppress(ValueError):
+                return type_(**values)
         raise CannotBuild(type_)
 
 
@@ -112,17 +123,58 @@ def _fields_of(type_: type) -> tuple[tuple[str, bool, Any], ...]:
     return tuple((name, True, hints[name]) for name in hints)
 
 
-def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The public ones of the core for whose arguments something can be made up, by their names."""
+class Function:
+    """With the types of its arguments; of a method the object is the first."""
+
+    def __init__(self, call: Callable[..., Any], owner: type | None = None) -> None:
+        self.call = call
+        self.is_method = owner is not None
+        found = typing.get_type_hints(call, include_extras=True)
+        parameters = inspect.signature(call).parameters
+        hints = {name: found[name] for name in parameters if name in found}
+        self.hints = {"self": owner, **hints} if owner is not None and "self" in parameters else hints
+        self.named = {
+            name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        module = vars(importlib.import_module(call.__module__))
+        self.constants = [
+            value
+            for constant, value in module.items()
+            if constant.lstrip("_").isupper() and type(value) in (int, float) and abs(value) < 1e6
+        ]
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    """Those of the core, and methods of its plain data, for whose arguments something can be made up, by their names."""
     for module in sorted(each.name for each in pkgutil.walk_packages(dlrover.core.__path__, "dlrover.core.")):
-        for name, function in vars(importlib.import_module(module)).items():
-            is_own = inspect.isfunction(function) and function.__module__ == module and not name.startswith("_")
-            if is_own and _is_makeable(function):
-                yield f"{module.removeprefix('dlrover.core.')}.{name}", function
+        prefix = module.removeprefix("dlrover.core.")
+        for name, found in vars(importlib.import_module(module)).items():
+            if getattr(found, "__module__", "") != module:
+                continue
+            if inspect.isfunction(found) and _is_makeable(function := Function(found)):
+                yield f"{prefix}.{name}", function
+            elif isinstance(found, type) and issubclass(found, msgspec.Struct) and _has_values(found):
+                for method, function in _methods(found):
+                    if _is_makeable(function):
+                        yield f"{prefix}.{name}.{method}", function
 
 
-def _is_makeable(function: Callable[..., Any]) -> bool:
-    hints = _hints(function)
+def _methods(class_: type) -> Iterator[tuple[str, Function]]:
+    for name, found in vars(class_).items():
+        function = found.fget if isinstance(found, property) else found
+        if inspect.isfunction(function) and not name.startswith("__"):
+            yield name, Function(function, class_)
+
+
+def _has_values(class_: type) -> bool:
+    try:
+        return bool(_fields_of(class_))
+    except (TypeError, NameError):
+        return False
+
+
+def _is_makeable(function: Function) -> bool:
+    hints = function.hints
     forbidden = ("JobState", "Decision", "Watch", "Picture", "Path")
     if not hints or any(each in str(hint) for hint in hints.values() for each in forbidden):
         return False
@@ -137,12 +189,7 @@ def _is_makeable(function: Callable[..., Any]) -> bool:
     return num_made > 3
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    found = typing.get_type_hints(function, include_extras=True)
-    return {name: found[name] for name in inspect.signature(function).parameters if name in found}
-
-
-def table_of(name: str, function: Callable[..., Any]) -> str:
+def table_of(name: str, function: Function) -> str:
     """One number for all that it answers."""
     found = hashlib.blake2b(digest_size=8)
     for answer in answers(name, function):
@@ -150,25 +197,18 @@ def table_of(name: str, function: Callable[..., Any]) -> str:
     return found.hexdigest()
 
 
-def answers(name: str, function: Callable[..., Any]) -> Iterator[bytes]:
-    constants = [
-        value
-        for constant, value in vars(importlib.import_module(function.__module__)).items()
-        if constant.lstrip("_").isupper() and type(value) in (int, float) and abs(value) < 1e6
-    ]
-    chance = random.Random(name)
-    maker = Maker(chance, constants or NUMBERS)
-    hints = _hints(function)
-    parameters = inspect.signature(function).parameters
-    for _ in range(NUM_CALLS):
+def answers(name: str, function: Function) -> Iterator[bytes]:
+    """Each with the arguments as they are then: it may have changed them."""
+    maker = Maker(random.Random(name), function.constants or NUMBERS)
+    for _ in range(NUM_CALLS // 2 if function.is_method else NUM_CALLS):
         try:
-            made = {key: maker.make(hint) for key, hint in hints.items()}
+            made = {key: maker.make(hint) for key, hint in function.hints.items()}
         except (CannotBuild, ValueError, TypeError):
             continue
-        plain = [value for key, value in made.items() if parameters[key].kind is not inspect.Parameter.KEYWORD_ONLY]
-        named = {key: value for key, value in made.items() if parameters[key].kind is inspect.Parameter.KEYWORD_ONLY}
+        plain = [value for key, value in made.items() if key not in function.named]
+        named = {key: value for key, value in made.items() if key in function.named}
         try:
-            answer = function(*plain, **named)
+            answer = function.call(*plain, **named)
             if inspect.isgenerator(answer):
                 answer = list(answer)
         except Exception as error:  # what no job has: another mistake would be another one

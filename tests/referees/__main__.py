@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from tests.core import tables
+from tests.core.lives import stage
 from tests.referees import constants, recordings, told
 
 
@@ -20,6 +22,8 @@ def main() -> int:
         recordings.record()
         constants.CONSTANTS.write_text(constants.constants())
         told.TOLD.write_text(told.told())
+        stage.DIGESTS.write_text(stage.all_digests())
+        tables.TABLES.write_text(tables.tables())
         return 0
     differing = [
         difference
@@ -30,10 +34,12 @@ def main() -> int:
             (recordings.HELP, recordings.helps),
             (constants.CONSTANTS, constants.constants),
             (told.TOLD, told.told),
+            (stage.DIGESTS, stage.all_digests),
+            (tables.TABLES, tables.tables),
         )
         if (difference := recordings.first_difference(file.read_text(), say(), file.name))
     ]
-    print("\n".join(differing) or "Traces, what is told, journal, names, help and constants are as recorded.")
+    print("\n".join(differing) or "Traces, what is told, lives, tables, journal, names, help and constants are as recorded.")
     return 1 if differing else 0
 
 
