@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow bench-scaling-cost test-scaling bench-unified
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -164,6 +164,12 @@ bench-diagnosis: $(STAMP) ## more than 250 faults of 38 kinds in jobs of four wo
 
 bench-goodput: $(STAMP) ## goodput with a worker killed every 30 s: ours, torchrun, dlrover 0.6.1 (about 35 minutes)
 	$(BIN)/python benchmarks/goodput.py --json goodput.json
+
+bench-kubernetes: $(STAMP) ## replaced pods, a thousand pods, lost masters, jobs that cannot run (about 20 minutes; lost masters need root)
+	$(BIN)/python benchmarks/kubernetes_client.py
+	$(BIN)/python benchmarks/kubernetes_pods.py
+	$(BIN)/python benchmarks/kubernetes_refusals.py
+	$(BIN)/python benchmarks/kubernetes_masters.py
 
 bench-monitoring: $(STAMP) ## what watching costs: a step with and without the hooks, each hook, the agent's share (about 1 minute)
 	$(BIN)/python benchmarks/monitoring.py

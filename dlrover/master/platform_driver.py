@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
 from dlrover.platforms.base import Intent, LaunchNotTaken, Platform, RoomChanged, Sight, StaleMaster
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import (
     DefineFleet,
@@ -265,6 +266,12 @@ class PlatformDriver:
                 return
             except Unavailable as error:
                 log.warning("the fleet cannot be defined yet reason=%s", error)
+            except Rejected as error:
+                if self._first is None or error.code != ErrorCode.FLEET_DIFFERS:
+                    raise
+                # A person edited what describes the job, and another master began. New numbers of nodes come to the job as orders.
+                log.warning("the description of the job has changed; the job goes on with the fleet that it began with")
+                return
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, self._patience.longest_pause)
 

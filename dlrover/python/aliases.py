@@ -426,7 +426,11 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 
 _INSIDE = "a class of the original's inside; this implementation is built differently and has no such part"
 _BRAIN = "the optimiser service for several jobs (Brain)"
-_KUBERNETES = "jobs on Kubernetes"
+_KUBERNETES = (
+    "the original's master on Kubernetes; here a platform does its work, and none of it is a class for scripts"
+)
+_RAY = "jobs on Ray"
+_SCALING = "an optimiser of the original's master; here `--optimizer` chooses one (fitted, rules, none), and none is a class for scripts"
 _TENSORFLOW = "training with TensorFlow"
 
 

@@ -40,10 +40,13 @@ _NODE_BITS = 26
 
 _KINDS = {
     "ClusterRole": (True, "clusterroles", False),
+    "ClusterRoleBinding": (True, "clusterrolebindings", False),
     "ConfigMap": (False, "configmaps", True),
     "CustomResourceDefinition": (True, "customresourcedefinitions", False),
     "ElasticJob": (True, "elasticjobs", True),
+    "Namespace": (False, "namespaces", False),
     "PersistentVolumeClaim": (False, "persistentvolumeclaims", True),
+    "ServiceAccount": (False, "serviceaccounts", True),
 }
 """Kind to: in a group, plural, namespaced."""
 
@@ -62,6 +65,8 @@ class LocalCluster:
         self._controller_options = controller_options
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, list[str]] = {}
+        self._kept: dict[str, Callable[[], None]] = {}
+        """What to do when one of these processes has ended."""
         self._stack = contextlib.AsyncExitStack()
         self._slices: list[ipaddress.IPv4Network] = []
         self.api: Cluster
@@ -119,6 +124,11 @@ class LocalCluster:
 
     # Processes.
 
+    def keep(self, name: str, module: str, *options: object) -> None:
+        """As `start`, and again whenever it has ended, as a Deployment does."""
+        self._kept[name] = lambda: self.start(name, module, *options)
+        self._kept[name]()
+
     def start(self, name: str, module: str, *options: object, environ: dict[str, str] | None = None) -> None:
         """A module of Python as a process; its output goes to `<name>.log`."""
         command = [sys.executable, "-m", module, *map(str, options)]
@@ -134,6 +144,7 @@ class LocalCluster:
             )
 
     def stop(self, name: str, number: signal.Signals = signal.SIGTERM) -> None:
+        self._kept.pop(name, None)
         process = self._processes.pop(name)
         process.send_signal(number)
         try:
@@ -258,6 +269,8 @@ class LocalCluster:
             raise AssertionError(f"not within {timeout:g} s: {what}") from None
 
     def _check_processes(self) -> None:
-        for name, process in self._processes.items():
-            if process.poll() is not None:
+        for name, process in list(self._processes.items()):
+            if process.poll() is not None and name in self._kept:
+                self._kept[name]()
+            elif process.poll() is not None:
                 raise AssertionError(f"{name} ended with {process.returncode}:\n{self.log(name)[-4000:]}")

@@ -1,7 +1,8 @@
 """
 API servers to test against, each a process: ours, and a real one beside an etcd of its own.
 
-`KUBEBUILDER_ASSETS` names the directory with `etcd` and `kube-apiserver`; `kube-controller-manager` is started too if it is there.
+`KUBEBUILDER_ASSETS` names the directory with `etcd` and `kube-apiserver`; `kube-controller-manager` is started too if it is there,
+and for whole jobs `kube-scheduler`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import csv
 import json
 import os
 import secrets
+import signal
 import socket
 import ssl
 import subprocess
@@ -18,13 +20,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 START_WITHIN = 120.0
+
+
+def _cannot() -> None:
+    raise NotImplementedError("this server stays")
 
 
 @dataclass
@@ -42,6 +48,18 @@ class Server:
     """Pods need a service account."""
     ssl: ssl.SSLContext | None = None
     etcd: str = ""
+    stop: Callable[[], None] = _cannot
+    """Its port is closed when this returns, and so are all connections. Objects stay."""
+    start: Callable[[], None] = _cannot
+    """It serves again, at the same address, when this returns."""
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
 
     def compact(self) -> None:
         """Makes the server forget old versions."""
@@ -70,8 +88,25 @@ def ours(directory: Path) -> Iterator[Server]:
     with _process(command, directory / "server.log"):
         _wait_until(ready.exists, "our API server to listen", directory / "server.log")
         said = json.loads(ready.read_text())
+        up = lambda: _is_up(f"{said['url']}/readyz", None)  # noqa: E731
+
+        def stop() -> None:
+            os.kill(said["pid"], signal.SIGUSR1)
+            _wait_until(lambda: not up(), "our API server to close its port", directory / "server.log")
+
+        def start() -> None:
+            os.kill(said["pid"], signal.SIGUSR2)
+            _wait_until(up, "our API server to listen again", directory / "server.log")
+
         yield Server(
-            "ours", said["url"], said["token"], Path(said["kubeconfig"]), has_controllers=True, has_accounts=True
+            "ours",
+            said["url"],
+            said["token"],
+            Path(said["kubeconfig"]),
+            has_controllers=True,
+            has_accounts=True,
+            stop=stop,
+            start=start,
         )
 
 
@@ -89,7 +124,7 @@ def real(directory: Path) -> Iterator[Server]:
         stack.enter_context(_process(_etcd_command(assets, directory, etcd, peer_port), directory / "etcd.log"))
         _wait_until(lambda: _is_up(f"{etcd}/health", None), "etcd to serve", directory / "etcd.log")
         command = _server_command(assets, directory, etcd, port, accounts=controllers.exists())
-        stack.enter_context(_process(command, directory / "server.log"))
+        serving = stack.enter_context(_Restartable(command, directory / "server.log"))
         certificate = directory / "certs" / "apiserver.crt"
         _wait_until(certificate.exists, "kube-apiserver's certificate", directory / "server.log")
         context = ssl.create_default_context(cafile=str(certificate))
@@ -105,6 +140,11 @@ def real(directory: Path) -> Iterator[Server]:
             _wait_until(
                 lambda: _is_up(accounts, context, token), "the controllers to work", directory / "controllers.log"
             )
+
+        def start() -> None:
+            serving.start()
+            _wait_until(lambda: _is_up(f"{url}/readyz", context), "kube-apiserver to be back", directory / "server.log")
+
         yield Server(
             f"kube-apiserver {real_version()}",
             url,
@@ -114,7 +154,21 @@ def real(directory: Path) -> Iterator[Server]:
             has_accounts=controllers.exists(),
             ssl=context,
             etcd=etcd,
+            stop=serving.kill,
+            start=start,
         )
+
+
+@contextlib.contextmanager
+def scheduler(server: Server, directory: Path) -> Iterator[bool]:
+    """Kubernetes' own scheduler beside a real server, if there is one. False: somebody else has to place pods."""
+    binary = Path(os.environ.get("KUBEBUILDER_ASSETS", "")) / "kube-scheduler"
+    if not server.etcd or not binary.exists():
+        yield False
+        return
+    command = [str(binary), f"--kubeconfig={server.kubeconfig}", "--leader-elect=false", "--secure-port=0"]
+    with _process(command, directory / "scheduler.log"):
+        yield True
 
 
 def _etcd_command(assets: Path, directory: Path, url: str, peer_port: int) -> list[str]:
@@ -188,12 +242,35 @@ def _make_keys(directory: Path) -> None:
     (directory / "accounts.pub").write_bytes(public)
 
 
+class _Restartable:
+    """A process that may be away for a while. What it serves is kept elsewhere."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._command = command
+        self._log = log
+        self._running = contextlib.ExitStack()
+
+    def start(self) -> None:
+        self._process = self._running.enter_context(_process(self._command, self._log))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._running.close()
+
+    def __enter__(self) -> _Restartable:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._running.close()
+
+
 @contextlib.contextmanager
-def _process(command: list[str], log: Path) -> Iterator[None]:
+def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
-        yield
+        yield process
     finally:
         process.terminate()
         try:

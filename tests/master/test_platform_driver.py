@@ -11,6 +11,7 @@ import pytest
 from dlrover.master.platform_driver import PATIENCE, FleetWord, PlatformDriver, PlatformPatience
 from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken
 from dlrover.platforms.fake import FakeCloud, FakePlatform
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import (
     DefineFleet,
@@ -94,6 +95,29 @@ async def test_the_fleet_is_defined_before_anything_is_listed(bench):
     bench.start()
     await bench.job.until(1, NodesListed)
     assert bench.job.heard == [DefineFleet(spec=SPEC), NodesListed(nodes=())]
+
+
+DIFFERS = Rejected("The fleet of this job is defined already, and otherwise.", code=ErrorCode.FLEET_DIFFERS)
+
+
+async def test_where_people_edit_a_job_its_next_master_goes_on_with_the_fleet_of_the_journal(bench):
+    num_begun = 0
+
+    async def begin() -> None:
+        nonlocal num_begun
+        num_begun += 1
+
+    bench.job.failures = [DIFFERS]
+    bench.driver = PlatformDriver(FakePlatform(bench.cloud, JOB), SPEC, bench.job.tell, patience=QUICK, first=begin)
+    bench.start()
+    await bench.job.until(1, NodesListed)
+    assert num_begun == 1, "what stands written comes before the list"
+
+
+async def test_a_fleet_file_that_differs_from_the_journal_ends_the_master(bench):
+    bench.job.failures = [DIFFERS]
+    with pytest.raises(Rejected, match="defined already"):
+        await bench.driver.run()
 
 
 async def test_an_intent_leads_to_a_node_that_is_told(bench):

@@ -73,8 +73,11 @@ class NodeLifecycle:
                 if self._pods.is_listed and self._nodes.is_listed and self._leases.is_listed:
                     try:
                         await self._look()
-                    except ApiError:
-                        continue  # seen again at the next look
+                    except ApiError as error:
+                        # Seen again at the next look. While the API server is away no lease can be renewed: a real
+                        # controller-manager loses its own lease then, ends, and the next one begins to count anew.
+                        if error.code == 0:
+                            self._seen.clear()
 
     async def _look(self) -> None:
         names = set()

@@ -20,15 +20,43 @@ RANK = "elasticjob.dlrover/rank-index"
 TYPE = "elasticjob.dlrover/replica-type"
 UID = "elasticjob.dlrover/uid"
 _DEADLINE = 180.0
+_TOKEN_LIFE = 86400
 
 
 async def start_operator(cluster: LocalCluster) -> None:
-    """Definitions and roles as in `deploy/`, and the operator as a process of this machine."""
+    """
+    Definitions, roles and account as in `deploy/`, and the operator as a process of this machine: with the command and the
+    options of its Deployment, with the rights of its account, and started again when it ends.
+    """
     for folder in ("crds", "roles"):
         for file in sorted((REPOSITORY / "deploy" / folder).glob("*.yaml")):
             await cluster.apply(file.read_text())
-    ports = ("--metrics-bind-address", "0", "--health-probe-bind-address", "0")
-    cluster.start("operator", "dlrover.operator", "--kubeconfig", cluster.kubeconfig, *ports)
+    bodies = list(yaml.safe_load_all((REPOSITORY / "deploy" / "operator" / "operator.yaml").read_text()))
+    await cluster.apply(yaml.safe_dump_all([body for body in bodies if body["kind"] not in ("Deployment", "Service")]))
+    [deployment] = [body for body in bodies if body["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    interpreter, switch, module = container["command"]
+    assert (interpreter, switch) == ("python", "-m")
+    config = await _kubeconfig_of(cluster, deployment["metadata"]["namespace"], pod["serviceAccountName"])
+    ports = ("--metrics-bind-address=0", "--health-probe-bind-address=0")  # several clusters share this machine
+    cluster.keep("operator", module, *container["args"], "--kubeconfig", config, *ports)
+
+
+async def _kubeconfig_of(cluster: LocalCluster, namespace: str, account: str) -> Path:
+    """The way to the API server with a token of this account."""
+    accounts = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+    request = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": _TOKEN_LIFE},
+    }
+    made = await cluster.api.create(f"{accounts}/{account}/token", request)
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": made["status"]["token"]}
+    path = cluster.folder / f"{account}.kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return path
 
 
 class TrainingJob:

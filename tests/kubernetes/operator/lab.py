@@ -285,3 +285,22 @@ def without_rules(schema: Json) -> None:
     for name in ("items", "additionalProperties"):
         if isinstance(schema.get(name), dict):
             without_rules(schema[name])
+
+
+BAD_JOBS: dict[str, tuple[Json, str]] = {
+    "template": (
+        {"replicaSpecs": {"worker": {"template": template({"name": "main", "image": ""})}}},
+        "image",
+    ),
+    "priority-class": (
+        {"replicaSpecs": {"worker": {"priorityClassName": "urgent", "template": template()}}},
+        "no PriorityClass with name urgent was found",
+    ),
+    "type": ({"replicaSpecs": {"wroker": {"template": template()}}}, "Did you mean worker?"),
+    "main-container": (
+        {"replicaSpecs": {"worker": {"template": template({"name": "a"}, {"name": "b"})}}},
+        "Name the one that trains `main`",
+    ),
+    "name": ({"name": "x" * 38}, "at most 37"),
+}
+"""What is wrong with a job, to its fields and to a part of the sentence that its status gets (issue 17, line 12)."""

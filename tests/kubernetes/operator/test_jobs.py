@@ -28,8 +28,7 @@ from dlrover.platforms.kubernetes.api import (
     Page,
     PatchKind,
 )
-from dlrover.protocol.errors import Unavailable
-from tests.kubernetes.operator.lab import CRDS, NAMESPACE, Lab, job_body, master, read, taken, template
+from tests.kubernetes.operator.lab import BAD_JOBS, NAMESPACE, Lab, job_body, master, read, taken, template
 
 VOLCANO_GROUPS = RESOURCES[ObjectKind.VOLCANO_GROUP]
 POD_GROUPS = {
@@ -130,26 +129,7 @@ async def test_a_master_on_a_silent_machine_is_replaced(lab: Lab) -> None:
     await lab.has_pods(master(1))
 
 
-@pytest.mark.parametrize(
-    ("spec", "part"),
-    [
-        pytest.param(
-            {"replicaSpecs": {"worker": {"template": template({"name": "main", "image": ""})}}}, "image", id="template"
-        ),
-        pytest.param(
-            {"replicaSpecs": {"worker": {"priorityClassName": "urgent", "template": template()}}},
-            "no PriorityClass with name urgent was found",
-            id="priority-class",
-        ),
-        pytest.param({"replicaSpecs": {"wroker": {"template": template()}}}, "Did you mean worker?", id="type"),
-        pytest.param(
-            {"replicaSpecs": {"worker": {"template": template({"name": "a"}, {"name": "b"})}}},
-            "Name the one that trains `main`",
-            id="main-container",
-        ),
-        pytest.param({"name": "x" * 38}, "at most 37", id="name"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "part"), BAD_JOBS.values(), ids=BAD_JOBS)
 async def test_a_bad_job_gets_a_sentence_and_no_pod(lab: Lab, spec: dict[str, Any], part: str) -> None:
     """Also where the definition is too old to refuse it."""
     await lab.define(with_rules=False)

@@ -93,12 +93,12 @@ async def until_pods(lab: PodLab, *nodes: int) -> dict[str, dict]:
             await asyncio.sleep(0.05)
 
 
-async def until_two(lab: PodLab) -> list[dict]:
+async def until_alive(lab: PodLab, number: int = 2) -> list[dict]:
     """Pods that are not being deleted."""
     async with asyncio.timeout(DEADLINE):
         while True:
             alive = [pod for pod in (await lab.pods()).values() if "deletionTimestamp" not in pod["metadata"]]
-            if len(alive) == 2:
+            if len(alive) == number:
                 return alive
             await asyncio.sleep(0.05)
 
@@ -132,12 +132,41 @@ async def test_the_next_master_takes_its_pods_over(lab, tmp_path):
         async with master(lab, tmp_path):
             # Its first intent after the list: a lost node is replaced, the other is left alone.
             await lab.cluster.delete(lab.path(max(await lab.pods())))
-            alive = await until_two(lab)
+            alive = await until_alive(lab)
         for file in tmp_path.glob("journal*"):
             file.unlink()
     uids = {pod["metadata"]["uid"] for pod in alive}
     assert before[names.pod_name(JOB, "worker", 0)]["metadata"]["uid"] in uids
     assert sorted(pod["metadata"]["labels"][names.RANK_INDEX] for pod in alive) == ["0", "1"]
+
+
+async def test_a_pod_that_others_delete_keeps_its_grace_although_it_is_replaced_at_once(lab, tmp_path):
+    """Its agent saves meanwhile: the master must not take the pod away earlier."""
+    await add_job(lab)
+    lost, replacement = names.pod_name(JOB, "worker", 1), names.pod_name(JOB, "worker", 2)
+    async with master(lab, tmp_path):
+        await until_pods(lab, 0, 1)
+        lab.is_awake.clear()  # it terminates, and no kubelet ends it
+        await lab.cluster.delete(lab.path(lost), grace=30)
+        async with asyncio.timeout(DEADLINE):
+            while replacement not in await lab.pods() or (await lab.ledger(JOB))["used"] != "0-2":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    assert (await lab.pods())[lost]["metadata"]["deletionGracePeriodSeconds"] == 30
+
+
+async def test_a_master_goes_on_with_its_journal_although_the_job_was_edited(lab, tmp_path):
+    """The journal says how the fleet began; `replicas` is followed as an order, and other fields do not stop the next master."""
+    await add_job(lab)
+    path = f"{ELASTIC_JOBS.format(lab.namespace)}/{JOB}"
+    async with master(lab, tmp_path):
+        before = await until_pods(lab, 0, 1)
+        await lab.cluster.patch(path, {"spec": {"replicaSpecs": {"worker": {"replicas": 3, "restartCount": 5}}}})
+        await until_pods(lab, 0, 1, 2)
+    async with master(lab, tmp_path):
+        await lab.cluster.delete(lab.path(names.pod_name(JOB, "worker", 2)))
+        await until_pods(lab, 0, 1, 3)
+        alive = await until_alive(lab, 3)
+    assert {pod["metadata"]["uid"] for pod in before.values()} < {pod["metadata"]["uid"] for pod in alive}
 
 
 async def test_a_job_that_is_over_is_told_by_the_termination_message_and_code_0(lab, tmp_path):

@@ -1,4 +1,8 @@
-"""The server as a process: `python -m tests.kubernetes.server --port 0 --ready-file F`. It ends on SIGTERM or SIGINT."""
+"""
+The server as a process: `python -m tests.kubernetes.server --port 0 --ready-file F`.
+
+It ends on SIGTERM or SIGINT. SIGUSR1 closes its port and all connections, SIGUSR2 opens the port again: objects stay.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,11 @@ async def serve(options: argparse.Namespace) -> None:
         tls=options.tls,
         directory=options.directory,
     )
+    is_away = asyncio.Queue[bool]()  # one after the other: a quick pair of signals must not cross
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, is_away.put_nowait, True)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, is_away.put_nowait, False)
     async with server:
+        presence = asyncio.create_task(_come_and_go(server, is_away))
         ready = {"url": server.url, "kubeconfig": str(server.kubeconfig), "token": server.token, "pid": os.getpid()}
         print(json.dumps(ready), flush=True)
         if options.ready_file is not None:
@@ -32,6 +40,13 @@ async def serve(options: argparse.Namespace) -> None:
             part.write_text(json.dumps(ready))
             part.replace(options.ready_file)
         await ended.wait()
+        presence.cancel()
+        await asyncio.wait((presence,))
+
+
+async def _come_and_go(server: ApiServer, is_away: asyncio.Queue[bool]) -> None:
+    while True:
+        await (server.stop() if await is_away.get() else server.start())
 
 
 def main() -> None:

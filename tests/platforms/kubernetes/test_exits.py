@@ -309,11 +309,13 @@ def test_a_container_that_ends_by_itself_is_judged_by_its_code(exit_code, reason
     assert node.message == ("" if exit_code == 0 else reason)
 
 
-@pytest.mark.parametrize(("exit_code", "phase"), [(0, NodePhase.SUCCEEDED), (1, NodePhase.FAILED)])
-def test_the_main_container_decides_although_a_sidecar_runs_on(exit_code, phase):
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "phase"), [(0, "Completed", NodePhase.SUCCEEDED), (1, "Error", NodePhase.FAILED)]
+)
+def test_the_main_container_decides_although_a_sidecar_runs_on(exit_code, reason, phase):
     # A pod with several containers stays Running as long as one of them runs:
     # https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-phase
-    statuses = [{"name": "proxy", "state": RUNNING}, {"name": "main", "state": ended(exit_code, "Done")}]
+    statuses = [{"name": "proxy", "state": RUNNING}, {"name": "main", "state": ended(exit_code, reason)}]
     spec = {"containers": [{"name": "proxy"}, {"name": "main"}]}
     shown = pod({"phase": "Running", "containerStatuses": statuses}, spec=spec)
     node = seen(shown)
