@@ -429,8 +429,6 @@ _BRAIN = "the optimiser service for several jobs (Brain)"
 _KUBERNETES = (
     "the original's master on Kubernetes; here a platform does its work, and none of it is a class for scripts"
 )
-_RAY = "jobs on Ray"
-_SCALING = "an optimiser of the original's master; here `--optimizer` chooses one (fitted, rules, none), and none is a class for scripts"
 _TENSORFLOW = "training with TensorFlow"
 
 

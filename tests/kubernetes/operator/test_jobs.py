@@ -28,7 +28,8 @@ from dlrover.platforms.kubernetes.api import (
     Page,
     PatchKind,
 )
-from tests.kubernetes.operator.lab import BAD_JOBS, NAMESPACE, Lab, job_body, master, read, taken, template
+from dlrover.protocol.errors import Unavailable
+from tests.kubernetes.operator.lab import BAD_JOBS, CRDS, NAMESPACE, Lab, job_body, master, read, taken, template
 
 VOLCANO_GROUPS = RESOURCES[ObjectKind.VOLCANO_GROUP]
 POD_GROUPS = {
