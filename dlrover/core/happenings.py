@@ -24,7 +24,7 @@ from dlrover.protocol.messages.job import (
     NodeRank,
     WorkerFailure,
 )
-from dlrover.protocol.messages.scaling import Plan
+from dlrover.protocol.messages.scaling import SizePlan
 from dlrover.protocol.messages.watch import Reach
 
 STOPPED = "stopped"
@@ -149,7 +149,7 @@ class TargetMoved(NamedTuple):
 class PlanMade(NamedTuple):
     """The job wants other numbers or sizes of nodes than its world's."""
 
-    plan: Plan
+    plan: SizePlan
     why: str
     """As a part of a sentence."""
 

@@ -31,7 +31,7 @@ C_contra = TypeVar("C_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Machine(Protocol[C_contra, R_co]):
+class DecidingMachine(Protocol[C_contra, R_co]):
     """Its state follows from its commands and their times alone."""
 
     @property
@@ -98,7 +98,7 @@ class MachineBatch(Struct, Generic[R], frozen=True):
 class MachineSequence(Generic[C, R]):
     """The one door through which a running shell changes its machine."""
 
-    def __init__(self, machine: Machine[C, R], *, master_epoch: int, next_number: int) -> None:
+    def __init__(self, machine: DecidingMachine[C, R], *, master_epoch: int, next_number: int) -> None:
         assert next_number == machine.number + 1, f"record {next_number} cannot follow command {machine.number}"
         self._machine = machine
         self._master_epoch = master_epoch
@@ -219,7 +219,7 @@ class MachineStep(Struct, Generic[C, R], frozen=True):
 
 
 def walk_records(
-    machine: Machine[C, R], records: Iterable[bytes], decode: Callable[[bytes], MachineRecord[C]]
+    machine: DecidingMachine[C, R], records: Iterable[bytes], decode: Callable[[bytes], MachineRecord[C]]
 ) -> Iterator[MachineStep[C, R]]:
     """
     Apply the records to the machine one by one; those that it contains already are skipped.

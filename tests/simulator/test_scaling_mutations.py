@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from dlrover.core.scaling import acting, brakes, stragglers
 from dlrover.core.scaling import facts as known_facts
-from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages.scaling import ScaleFor, ScaleMode, ScaleTerms
 from dlrover.simulator.campaign import Failure, run_plan
@@ -46,7 +46,7 @@ def what_was_taken_back_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_room_is_no_bound(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Facts, "most", property(lambda known: known.limits.max_nodes))
+    patch.setattr(ScaleFacts, "most", property(lambda known: known.limits.max_nodes))
     patch.setattr("dlrover.core.scaling.verdict._bound", lambda known, nodes: "")
 
 

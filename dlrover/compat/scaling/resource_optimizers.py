@@ -13,7 +13,7 @@ from typing import Any
 from dlrover.compat.scaling.job_statistics import RuntimeMetric
 from dlrover.compat.scaling.resources import JobResource, NodeGroupResource, NodeResource, ResourceLimits, ResourcePlan
 from dlrover.core.scaling import rules
-from dlrover.core.scaling.rules import NodeSample, Sample, Sized
+from dlrover.core.scaling.rules import NodeSample, Sized, UseSample
 from dlrover.protocol.messages.fleet import NodeType, Resource
 
 SAMPLES = 5
@@ -177,7 +177,7 @@ class AllreduceJobResourceOptimizer(JobResourceOptimizer):
         node.config_resource.memory = rules.after_oom(int(node.config_resource.memory))
 
 
-def _sample(metric: RuntimeMetric) -> Sample:
+def _sample(metric: RuntimeMetric) -> UseSample:
     groups: dict[bool, list[NodeSample]] = {True: [], False: []}
     for node in metric.running_nodes:
         if node.type == "ps" or node.type in _TRAINED:
@@ -185,7 +185,7 @@ def _sample(metric: RuntimeMetric) -> Sample:
             sample = NodeSample(node.id, used.cpu, size.cpu, used.memory, int(size.memory))
             groups[node.type == "ps"].append(sample)
     num_chiefs = sum(node.type != "worker" for node in metric.running_nodes if node.type in _TRAINED)
-    return Sample(tuple(groups[True]), tuple(groups[False]), metric.speed, num_chiefs)
+    return UseSample(tuple(groups[True]), tuple(groups[False]), metric.speed, num_chiefs)
 
 
 def _sized(group: NodeGroupResource) -> Sized:

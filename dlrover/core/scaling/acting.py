@@ -10,23 +10,23 @@ from dlrover.core.decision import Decision
 from dlrover.core.happenings import PlanMade, TargetMoved
 from dlrover.core.scaling import allreduce, brakes, facts, probation, stragglers, tuning
 from dlrover.core.scaling.brakes import HOUR, SERVERS, TUNING, WORKERS
-from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.core.scaling.probation import Judgement
 from dlrover.core.scaling.servers import deciding as servers
 from dlrover.core.scaling.servers import plans
 from dlrover.core.scaling.state import MAX_DECISIONS, OwnChange, Probation, Scaling
-from dlrover.core.scaling.verdict import TOLERANCE, Verdict, decide_world
+from dlrover.core.scaling.verdict import TOLERANCE, ScaleVerdict, decide_world
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.identity import Micros, PlatformId, micros
 from dlrover.protocol.messages.job import LookAgain
 from dlrover.protocol.messages.scaling import (
     MAX_SENTENCE,
     Brake,
-    Plan,
     PlanOffered,
     ScaleDecision,
     ScaleMode,
     ScaleOutcome,
+    SizePlan,
     Tuner,
 )
 
@@ -67,7 +67,7 @@ def _look(decision: Decision, offer: PlanOffered | None) -> None:
     _follow(decision, known, _decide(decision, known, offer))
 
 
-def _decide(decision: Decision, known: Facts, offer: PlanOffered | None) -> Verdict:
+def _decide(decision: Decision, known: ScaleFacts, offer: PlanOffered | None) -> ScaleVerdict:
     state, scaling = decision.state, decision.state.scaling
     is_one_world = state.fleet is None or facts.is_world(state)
     exchange = stragglers.decide(state, known) if is_one_world and offer is None else None
@@ -80,7 +80,7 @@ def _decide(decision: Decision, known: Facts, offer: PlanOffered | None) -> Verd
     return verdict
 
 
-def _follow(decision: Decision, known: Facts, verdict: Verdict) -> None:
+def _follow(decision: Decision, known: ScaleFacts, verdict: ScaleVerdict) -> None:
     scaling = decision.state.scaling
     if verdict.opens_at is not None and verdict.opens_at > decision.now:
         scaling.look_at = verdict.opens_at
@@ -94,7 +94,7 @@ def _follow(decision: Decision, known: Facts, verdict: Verdict) -> None:
         begin(decision, known, verdict)
 
 
-def begin(decision: Decision, known: Facts, verdict: Verdict) -> None:
+def begin(decision: Decision, known: ScaleFacts, verdict: ScaleVerdict) -> None:
     """Carry a plan out, and watch it."""
     scaling, plan = decision.state.scaling, verdict.plan
     assert plan is not None, "nothing to carry out"
@@ -119,7 +119,7 @@ def begin(decision: Decision, known: Facts, verdict: Verdict) -> None:
     _carry_out(decision, plan, verdict.sentence)
 
 
-def _repair(decision: Decision, verdict: Verdict) -> None:
+def _repair(decision: Decision, verdict: ScaleVerdict) -> None:
     """An exchange that prevents a failure, or an offer that others answer for: it is not judged by speed."""
     scaling, plan = decision.state.scaling, verdict.plan
     assert plan is not None, "nothing to carry out"
@@ -137,19 +137,19 @@ def _repair(decision: Decision, verdict: Verdict) -> None:
     _carry_out(decision, plan, verdict.sentence)
 
 
-def _back_of(decision: Decision, plan: Plan, known: Facts) -> Plan:
+def _back_of(decision: Decision, plan: SizePlan, known: ScaleFacts) -> SizePlan:
     if plan.micro_batch is not None:
         offered = decision.state.scaling.tuning
         former = known.configuration
         batch = offered.micro_batch or (0 if former is None else former.micro_batch)
         accumulation = offered.accumulation or (1 if former is None else former.accumulation)
-        return Plan(micro_batch=batch or None, accumulation=accumulation)
+        return SizePlan(micro_batch=batch or None, accumulation=accumulation)
     if facts.is_world(decision.state):
         return allreduce.plan_of(known.nodes)
     return plans.back_of(decision.state, plan)
 
 
-def _carry_out(decision: Decision, plan: Plan, why: str) -> None:
+def _carry_out(decision: Decision, plan: SizePlan, why: str) -> None:
     state = decision.state
     if tuning.is_tuning(plan):
         offer_tuning(decision, plan)
@@ -162,7 +162,7 @@ def _carry_out(decision: Decision, plan: Plan, why: str) -> None:
     decision.is_unsettled = True
 
 
-def offer_tuning(decision: Decision, plan: Plan) -> None:
+def offer_tuning(decision: Decision, plan: SizePlan) -> None:
     """The workers take it when their ranks have agreed on its version."""
     scaling, newest = decision.state.scaling, decision.state.scaling.newest
     former = scaling.tuning.micro_batch or (0 if newest is None else newest.configuration.micro_batch)
@@ -213,7 +213,7 @@ def note_change(scaling: Scaling, now: Micros) -> None:
     scaling.number_at_change = 0 if scaling.newest is None else scaling.newest.number
 
 
-def _carry(decision: Decision, known: Facts, judgement: Judgement) -> None:
+def _carry(decision: Decision, known: ScaleFacts, judgement: Judgement) -> None:
     """The end of a probation."""
     scaling, watched = decision.state.scaling, decision.state.scaling.probation
     assert watched is not None, "nothing was on probation"
@@ -377,13 +377,13 @@ def _note_result(scaling: Scaling, watched: Probation, speed: float) -> None:
     ]
 
 
-def _decision_of(scaling: Scaling, now: Micros, known: Facts, verdict: Verdict) -> ScaleDecision:
+def _decision_of(scaling: Scaling, now: Micros, known: ScaleFacts, verdict: ScaleVerdict) -> ScaleDecision:
     return ScaleDecision(
         number=0,
         at=now,
         outcome=verdict.outcome,
         sentence=verdict.sentence[:MAX_SENTENCE],
-        plan=Plan() if verdict.plan is None else verdict.plan,
+        plan=SizePlan() if verdict.plan is None else verdict.plan,
         brake=verdict.brake,
         nodes_before=known.nodes,
         nodes_after=verdict.nodes or known.nodes,

@@ -13,18 +13,18 @@ from __future__ import annotations
 from msgspec import Struct
 
 from dlrover.core.scaling.evidence import is_batch_known, measured_speed
-from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.core.scaling.fit.model import Fit, fit_world
 from dlrover.core.scaling.fit.model import batch_of_all as batch_of_all
 from dlrover.core.scaling.fit.model import world_row as world_row
-from dlrover.core.scaling.state import Run, Scaling
+from dlrover.core.scaling.state import MeasuredRun, Scaling
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.scaling import (
     Configuration,
     GroupSize,
-    Plan,
     PlannedGroup,
     ScaleFor,
+    SizePlan,
 )
 
 SHARE = {ScaleFor.SPEED: 0.1, ScaleFor.BALANCED: 0.5, ScaleFor.COST: 0.8}
@@ -51,8 +51,8 @@ class Size(Struct, frozen=True):
         return self.speed == 0.0
 
 
-def plan_of(nodes: int) -> Plan:
-    return Plan(groups=(PlannedGroup(node_type=NodeType.WORKER, count=nodes),))
+def plan_of(nodes: int) -> SizePlan:
+    return SizePlan(groups=(PlannedGroup(node_type=NodeType.WORKER, count=nodes),))
 
 
 def least_ratio(nodes: int, former: int, scale_for: ScaleFor) -> float:
@@ -61,7 +61,7 @@ def least_ratio(nodes: int, former: int, scale_for: ScaleFor) -> float:
     return 1 + (share if nodes > former else share * SHRINK) * (nodes / former - 1)
 
 
-def runs_like(scaling: Scaling, configuration: Configuration) -> list[Run]:
+def runs_like(scaling: Scaling, configuration: Configuration) -> list[MeasuredRun]:
     """Those that differ in the number of nodes alone, or in the batch."""
     return [run for run in scaling.runs if _without_count(run.configuration) == _without_count(configuration)]
 
@@ -70,7 +70,7 @@ def fit_of(scaling: Scaling, configuration: Configuration) -> Fit | None:
     return fit_world(runs_like(scaling, configuration))
 
 
-def sizes(scaling: Scaling, facts: Facts, fit: Fit | None) -> list[Size]:
+def sizes(scaling: Scaling, facts: ScaleFacts, fit: Fit | None) -> list[Size]:
     """All that may be chosen instead of what runs, the best first. Nothing here looks at brakes."""
     configuration = facts.configuration
     if configuration is None or not facts.speed or not is_changeable(scaling, facts):
@@ -90,12 +90,12 @@ def sizes(scaling: Scaling, facts: Facts, fit: Fit | None) -> list[Size]:
     return sorted(found, key=lambda size: (not size.is_wanted, not size.is_try, -size.speed, size.nodes))
 
 
-def is_changeable(scaling: Scaling, facts: Facts) -> bool:
+def is_changeable(scaling: Scaling, facts: ScaleFacts) -> bool:
     limits = facts.limits
     return NodeType.WORKER in scaling.terms.types and limits.min_nodes < limits.max_nodes and facts.nodes > 0
 
 
-def forecast(fit: Fit, configuration: Configuration, facts: Facts, nodes: int) -> float:
+def forecast(fit: Fit, configuration: Configuration, facts: ScaleFacts, nodes: int) -> float:
     """From the speed that is measured now, by the ratio that the fit gives."""
     now, then = (fit.step_time(world_row(configuration, count)) for count in (facts.nodes, nodes))
     if now <= 0 or then <= 0:
@@ -104,7 +104,7 @@ def forecast(fit: Fit, configuration: Configuration, facts: Facts, nodes: int) -
     return facts.speed * batches * now / then
 
 
-def _within_reach(scaling: Scaling, facts: Facts, configuration: Configuration) -> list[int]:
+def _within_reach(scaling: Scaling, facts: ScaleFacts, configuration: Configuration) -> list[int]:
     unit = facts.limits.node_unit
     largest = max(run.configuration.num_workers for run in runs_like(scaling, configuration))
     most = min(facts.most, MOST_GROWTH * largest)
@@ -114,7 +114,7 @@ def _within_reach(scaling: Scaling, facts: Facts, configuration: Configuration) 
     return [nodes for nodes in range(-(-least // unit) * unit, most + 1, unit) if nodes != facts.nodes]
 
 
-def _is_wanted(scaling: Scaling, facts: Facts, nodes: int, speed: float) -> bool:
+def _is_wanted(scaling: Scaling, facts: ScaleFacts, nodes: int, speed: float) -> bool:
     scale_for = scaling.terms.scale_for
     if nodes < facts.nodes and scale_for is not ScaleFor.COST:
         return False
@@ -123,7 +123,7 @@ def _is_wanted(scaling: Scaling, facts: Facts, nodes: int, speed: float) -> bool
     return ratio >= demanded if nodes > facts.nodes else ratio > demanded
 
 
-def _tries(scaling: Scaling, facts: Facts, known: dict[int, float]) -> list[Size]:
+def _tries(scaling: Scaling, facts: ScaleFacts, known: dict[int, float]) -> list[Size]:
     """The next larger size if it was never seen; for `cost` else the next smaller one."""
     unit = facts.limits.node_unit
     step = unit

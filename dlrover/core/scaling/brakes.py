@@ -10,10 +10,10 @@ import itertools
 from typing import NamedTuple
 
 from dlrover.core.scaling.allreduce import LEAST_GAIN, LEAST_SAVING
-from dlrover.core.scaling.facts import LONGEST_HORIZON, Facts
-from dlrover.core.scaling.state import OwnChange, Refused, Scaling
+from dlrover.core.scaling.facts import LONGEST_HORIZON, ScaleFacts
+from dlrover.core.scaling.state import OwnChange, RefusedPlan, Scaling
 from dlrover.protocol.messages.identity import MICROS_PER_SECOND, Micros, micros
-from dlrover.protocol.messages.scaling import Brake, Plan
+from dlrover.protocol.messages.scaling import Brake, SizePlan
 
 WORKERS, SERVERS, TUNING = "workers", "servers", "tuning"
 COSTS_PER_PAUSE = 20
@@ -32,7 +32,7 @@ REVERSAL_WINDOW = 1800.0
 MOST_REVERSALS = 2
 
 
-class Held(NamedTuple):
+class HeldBack(NamedTuple):
     brake: Brake
     why: str
     """As a part of a sentence."""
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 class Promise(NamedTuple):
     """What a plan would bring, as the brakes see it."""
 
-    plan: Plan
+    plan: SizePlan
     kind: str
     direction: int
     """1: more, -1: less, 0: neither."""
@@ -57,24 +57,26 @@ class Promise(NamedTuple):
     """Why it does not fit the objective; empty: it does."""
 
 
-def of_job(scaling: Scaling, facts: Facts, kind: str) -> Held | None:
+def of_job(scaling: Scaling, facts: ScaleFacts, kind: str) -> HeldBack | None:
     """Brakes 1 to 6."""
     now = facts.now
     if facts.off:
-        return Held(Brake.OFF, facts.off)
+        return HeldBack(Brake.OFF, facts.off)
     if facts.under_way:
-        return Held(Brake.UNDER_WAY, facts.under_way)
+        return HeldBack(Brake.UNDER_WAY, facts.under_way)
     if scaling.held_until is not None and now < scaling.held_until:
         left = (scaling.held_until - now) / MICROS_PER_SECOND
-        return Held(Brake.MANUAL_HOLD, f"a person set the size; it is held for {left:.0f} s more", scaling.held_until)
+        return HeldBack(
+            Brake.MANUAL_HOLD, f"a person set the size; it is held for {left:.0f} s more", scaling.held_until
+        )
     if scaling.probation is not None:
-        return Held(Brake.UNSEEN, "the last change is still being watched")
+        return HeldBack(Brake.UNSEEN, "the last change is still being watched")
     if facts.configuration is None:
-        return Held(Brake.UNSEEN, facts.unseen)
+        return HeldBack(Brake.UNSEEN, facts.unseen)
     return _cool_down(scaling, facts, kind) or _pauses(scaling, facts)
 
 
-def _cool_down(scaling: Scaling, facts: Facts, kind: str) -> Held | None:
+def _cool_down(scaling: Scaling, facts: ScaleFacts, kind: str) -> HeldBack | None:
     last = scaling.changed_kinds.get(kind)
     if last is None:
         return None
@@ -83,10 +85,10 @@ def _cool_down(scaling: Scaling, facts: Facts, kind: str) -> Held | None:
     if facts.now >= ends_at:
         return None
     left = (ends_at - facts.now) / MICROS_PER_SECOND
-    return Held(Brake.COOL_DOWN, f"the last change of {kind} was made too recently; {left:.0f} s are left", ends_at)
+    return HeldBack(Brake.COOL_DOWN, f"the last change of {kind} was made too recently; {left:.0f} s are left", ends_at)
 
 
-def _pauses(scaling: Scaling, facts: Facts) -> Held | None:
+def _pauses(scaling: Scaling, facts: ScaleFacts) -> HeldBack | None:
     pausing = [change.at for change in scaling.own_changes if change.kind != TUNING]
     recent = [at for at in pausing if at > facts.now - micros(HOUR)]
     if len(recent) < FREE_CHANGES or (len(recent) + 1) * facts.cost <= MOST_PAUSE * HOUR:
@@ -94,22 +96,22 @@ def _pauses(scaling: Scaling, facts: Facts) -> Held | None:
     why = (
         f"{len(recent)} changes of {facts.cost:.1f} s each in the last hour are enough: they may pause training for 1 %"
     )
-    return Held(Brake.PAUSES, why, Micros(recent[0] + micros(HOUR)))
+    return HeldBack(Brake.PAUSES, why, Micros(recent[0] + micros(HOUR)))
 
 
-def of_plan(scaling: Scaling, facts: Facts, promise: Promise) -> Held | None:
+def of_plan(scaling: Scaling, facts: ScaleFacts, promise: Promise) -> HeldBack | None:
     """Brakes 7 to 10."""
     if promise.bound:
-        return Held(Brake.BOUND, promise.bound)
+        return HeldBack(Brake.BOUND, promise.bound)
     if promise.objective:
-        return Held(Brake.SMALL_GAIN, promise.objective)
+        return HeldBack(Brake.SMALL_GAIN, promise.objective)
     if promise.gain < LEAST_GAIN and promise.saving < LEAST_SAVING:
         why = f"it promises {promise.gain:+.1%} speed and {promise.saving:.0%} fewer resources, which is too little"
-        return Held(Brake.SMALL_GAIN, why)
+        return HeldBack(Brake.SMALL_GAIN, why)
     return _cost(scaling, facts, promise) or _taken_back(scaling, facts, promise)
 
 
-def _cost(scaling: Scaling, facts: Facts, promise: Promise) -> Held | None:
+def _cost(scaling: Scaling, facts: ScaleFacts, promise: Promise) -> HeldBack | None:
     gain = max(promise.gain, promise.saving)
     if gain * facts.horizon > PAYS * facts.cost:
         return None
@@ -117,35 +119,37 @@ def _cost(scaling: Scaling, facts: Facts, promise: Promise) -> Held | None:
     why = f"a pause of {facts.cost:.1f} s pays after {needed:.0f} s, and {facts.horizon:.0f} s count"
     since = scaling.changed_at
     opens_at = None if since is None or needed > LONGEST_HORIZON else Micros(since + micros(needed) + 1)
-    return Held(Brake.COST, why, opens_at if opens_at is not None and opens_at > facts.now else None)
+    return HeldBack(Brake.COST, why, opens_at if opens_at is not None and opens_at > facts.now else None)
 
 
-def _taken_back(scaling: Scaling, facts: Facts, promise: Promise) -> Held | None:
+def _taken_back(scaling: Scaling, facts: ScaleFacts, promise: Promise) -> HeldBack | None:
     refused = refusal_of(scaling, promise.plan)
     if refused is not None and facts.now < refused.until:
         left = (refused.until - facts.now) / MICROS_PER_SECOND / 60
         often = "once" if refused.times == 1 else f"{refused.times} times"
         why = f"it was taken back {often}; it is not tried again for {left:.0f} min"
-        return Held(Brake.TAKEN_BACK, why, refused.until)
+        return HeldBack(Brake.TAKEN_BACK, why, refused.until)
     opens_at = reversals_allow_at(scaling.own_changes, promise.kind, promise.direction, facts.now)
     if opens_at > facts.now:
         left = (opens_at - facts.now) / MICROS_PER_SECOND / 60
         why = f"the last change was taken back: the direction changes again in {left:.0f} min at the earliest"
-        return Held(Brake.TAKEN_BACK, why, opens_at)
+        return HeldBack(Brake.TAKEN_BACK, why, opens_at)
     return None
 
 
-def refusal_of(scaling: Scaling, plan: Plan) -> Refused | None:
+def refusal_of(scaling: Scaling, plan: SizePlan) -> RefusedPlan | None:
     return next((refused for refused in scaling.refused if refused.plan == plan), None)
 
 
-def refuse(scaling: Scaling, plan: Plan, nodes: int, now: Micros) -> None:
+def refuse(scaling: Scaling, plan: SizePlan, nodes: int, now: Micros) -> None:
     """The plan did not pay."""
     former = refusal_of(scaling, plan)
     times = 1 if former is None else former.times + 1
     seconds = min(LONGEST_REFUSAL, REFUSED_FOR * 2 ** min(times - 1, 20))
     others = [each for each in scaling.refused if each.plan != plan]
-    scaling.refused = [*others, Refused(plan=plan, nodes=nodes, until=Micros(now + micros(seconds)), times=times)][-32:]
+    scaling.refused = [*others, RefusedPlan(plan=plan, nodes=nodes, until=Micros(now + micros(seconds)), times=times)][
+        -32:
+    ]
 
 
 def reversals_allow_at(changes: list[OwnChange], kind: str, direction: int, now: Micros) -> Micros:

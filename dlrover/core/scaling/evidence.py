@@ -7,7 +7,7 @@ many, the configuration that was seen least recently goes.
 
 from __future__ import annotations
 
-from dlrover.core.scaling.state import MAX_MEMORY_POINTS, MAX_RUNS, RUNS_PER_CONFIGURATION, Run, Scaling
+from dlrover.core.scaling.state import MAX_MEMORY_POINTS, MAX_RUNS, RUNS_PER_CONFIGURATION, MeasuredRun, Scaling
 from dlrover.protocol.errors import malformed
 from dlrover.protocol.messages.identity import Micros
 from dlrover.protocol.messages.scaling import (
@@ -74,7 +74,7 @@ def keep_run(scaling: Scaling, told: RunMeasured, now: Micros) -> None:
     if told.is_disturbed:
         return
     cpu = tuple((use.node_type, use.cpu, use.cpu_max) for use in told.types)
-    run = Run(
+    run = MeasuredRun(
         number=told.number,
         configuration=told.configuration,
         seconds=told.seconds,
@@ -98,7 +98,7 @@ def _merge(scaling: Scaling, configuration: Configuration) -> None:
     steps = older.steps + newer.steps
     step_time = (older.step_time * older.steps + newer.step_time * newer.steps) / steps
     records = (older.records_per_second * older.steps + newer.records_per_second * newer.steps) / steps
-    merged = Run(
+    merged = MeasuredRun(
         number=newer.number,
         configuration=configuration,
         seconds=older.seconds + newer.seconds,

@@ -23,7 +23,7 @@ LONGEST_HORIZON = 3600.0
 UNBOUNDED = 1_000_000
 
 
-class Facts(Struct, frozen=True, kw_only=True):
+class ScaleFacts(Struct, frozen=True, kw_only=True):
     now: Micros
     limits: Limits
     """The bounds that the user gave."""
@@ -59,13 +59,13 @@ class Facts(Struct, frozen=True, kw_only=True):
         return max(self.limits.min_nodes, most - most % unit)
 
 
-def gather(state: JobState, now: Micros) -> Facts:
+def gather(state: JobState, now: Micros) -> ScaleFacts:
     scaling = state.scaling
     limits = Limits() if state.terms is None else state.terms.limits
     standby = 0 if state.terms is None else state.terms.standby
     nodes = num_training(state)
     configuration, unseen = _seen(scaling, nodes)
-    return Facts(
+    return ScaleFacts(
         now=now,
         limits=limits,
         nodes=nodes,

@@ -30,14 +30,14 @@ DANGER = 0.9
 MARGIN = 1.2
 
 
-class Forecast(Struct, frozen=True):
+class MemoryForecast(Struct, frozen=True):
     now_mb: float
     then_mb: float
     seconds: float
     """From now to then."""
 
 
-def forecast(points: Sequence[MemoryPoint], step_time: float, seconds_left: float | None) -> Forecast | None:
+def forecast(points: Sequence[MemoryPoint], step_time: float, seconds_left: float | None) -> MemoryForecast | None:
     """None: too little was seen, or memory does not grow."""
     if len(points) < LEAST_POINTS or (points[-1].at - points[0].at) / MICROS_PER_SECOND < LEAST_SPAN:
         return None
@@ -52,20 +52,20 @@ def forecast(points: Sequence[MemoryPoint], step_time: float, seconds_left: floa
     seconds = AHEAD if seconds_left is None else min(AHEAD, seconds_left)
     slope = median(slopes)
     newest = max(point.memory_mb for point in points[-2:])
-    return Forecast(newest, newest + slope * seconds / step_time, seconds)
+    return MemoryForecast(newest, newest + slope * seconds / step_time, seconds)
 
 
-def forecast_of(scaling: Scaling, node_type: NodeType, seconds_left: float | None) -> Forecast | None:
+def forecast_of(scaling: Scaling, node_type: NodeType, seconds_left: float | None) -> MemoryForecast | None:
     if scaling.newest is None:
         return None
     return forecast(scaling.memory.get(node_type, []), scaling.newest.step_time, seconds_left)
 
 
-def is_danger(found: Forecast, limit_mb: int) -> bool:
+def is_danger(found: MemoryForecast, limit_mb: int) -> bool:
     return bool(limit_mb) and found.then_mb > DANGER * limit_mb
 
 
-def more_for_server(found: Forecast, memory_mb: int, most: int) -> int:
+def more_for_server(found: MemoryForecast, memory_mb: int, most: int) -> int:
     """For one whose memory will not last."""
     return min(most, max(rules.after_oom(memory_mb, most=most), int(found.then_mb * MARGIN)))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dlrover.core.scaling import allreduce, brakes
 from dlrover.core.scaling.evidence import measured_speed, speed_of
-from dlrover.core.scaling.facts import Facts, is_since_change, is_stable
+from dlrover.core.scaling.facts import ScaleFacts, is_since_change, is_stable
 from dlrover.core.scaling.state import Probation, Scaling
 from dlrover.core.scaling.verdict import TOLERANCE
 from dlrover.protocol.messages.identity import Micros, micros
@@ -31,7 +31,7 @@ def ends_at(scaling: Scaling, probation: Probation) -> Micros:
     return Micros(probation.at + micros(scaling.terms.longest_probation))
 
 
-def judge(scaling: Scaling, facts: Facts) -> Judgement | None:
+def judge(scaling: Scaling, facts: ScaleFacts) -> Judgement | None:
     """None: not yet."""
     probation, newest = scaling.probation, scaling.newest
     assert probation is not None, "nothing is on probation"
@@ -56,7 +56,7 @@ def _is_of(scaling: Scaling, probation: Probation, run: RunMeasured) -> bool:
     return run.configuration.num_workers == probation.nodes_after and is_batch_right
 
 
-def _judged(scaling: Scaling, facts: Facts, probation: Probation, run: RunMeasured, speed: float) -> Judgement:
+def _judged(scaling: Scaling, facts: ScaleFacts, probation: Probation, run: RunMeasured, speed: float) -> Judgement:
     ratio = speed / probation.speed_before
     came = f"{probation.speed_before:.4g} records/s before, {speed:.4g} after ({ratio - 1:+.1%})"
     if ratio >= probation.least_ratio:
@@ -75,7 +75,7 @@ def _judged(scaling: Scaling, facts: Facts, probation: Probation, run: RunMeasur
     return Judgement(ScaleOutcome.TAKEN_BACK, f"{sentence}.", speed)
 
 
-def _between(scaling: Scaling, facts: Facts, probation: Probation, run: RunMeasured) -> int:
+def _between(scaling: Scaling, facts: ScaleFacts, probation: Probation, run: RunMeasured) -> int:
     """A size between before and after that pays, as far as the fit can tell; 0: none."""
     if probation.nodes_after <= probation.nodes_before:
         return 0

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dlrover.core.scaling import allreduce, facts
 from dlrover.core.scaling.evidence import is_batch_known, measured_speed
-from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.core.scaling.fit.model import Fit
 from dlrover.core.scaling.servers import deciding as servers
 from dlrover.core.scaling.state import Scaling
-from dlrover.core.scaling.verdict import Verdict, decide_world
+from dlrover.core.scaling.verdict import ScaleVerdict, decide_world
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.scaling import (
     MOST_DECISIONS_SHOWN,
@@ -65,7 +65,7 @@ def status_of(state: JobState) -> ScalingStatus:
     )
 
 
-def _verdict(state: JobState, known: Facts) -> Verdict:
+def _verdict(state: JobState, known: ScaleFacts) -> ScaleVerdict:
     if state.fleet is None or facts.is_world(state):
         return decide_world(state.scaling, known)
     return servers.decide(state, known)
@@ -95,7 +95,7 @@ def _told(fit: Fit) -> ScaleFit:
     )
 
 
-def _points(scaling: Scaling, known: Facts, verdict: Verdict) -> tuple[SpeedPoint, ...]:
+def _points(scaling: Scaling, known: ScaleFacts, verdict: ScaleVerdict) -> tuple[SpeedPoint, ...]:
     """Measured runs, and the curve of a fit that is used."""
     points = [SpeedPoint(run.configuration.num_workers, run.speed) for run in scaling.runs]
     fit, configuration = verdict.fit, known.configuration

@@ -46,7 +46,7 @@ class NodeSample(Struct, frozen=True):
     memory: int = 0
 
 
-class Sample(Struct, frozen=True):
+class UseSample(Struct, frozen=True):
     servers: tuple[NodeSample, ...]
     workers: tuple[NodeSample, ...]
     """Chief included."""
@@ -62,13 +62,13 @@ class Sized(Struct, frozen=True):
     memory_mb: int = 0
 
 
-def matching_servers(samples: Sequence[Sample]) -> list[tuple[NodeSample, ...]]:
+def matching_servers(samples: Sequence[UseSample]) -> list[tuple[NodeSample, ...]]:
     """Of samples, newest first, those with the newest set of servers."""
     newest = [node.id for node in samples[0].servers] if samples else []
     return [sample.servers for sample in samples if sample.servers and [each.id for each in sample.servers] == newest]
 
 
-def matching_workers(samples: Sequence[Sample]) -> list[tuple[NodeSample, ...]]:
+def matching_workers(samples: Sequence[UseSample]) -> list[tuple[NodeSample, ...]]:
     number = len(samples[0].workers) if samples else 0
     return [sample.workers for sample in samples if sample.workers and len(sample.workers) == number]
 
@@ -80,7 +80,7 @@ def create(limits: Resource) -> Sized:
     return Sized(1, float(cpu), memory)
 
 
-def _demands(samples: Sequence[Sample]) -> tuple[float, float, int] | None:
+def _demands(samples: Sequence[UseSample]) -> tuple[float, float, int] | None:
     """Cores of all servers for one worker, cores of a worker, and workers now."""
     servers, workers = matching_servers(samples), matching_workers(samples)
     if not servers or not workers:
@@ -91,7 +91,7 @@ def _demands(samples: Sequence[Sample]) -> tuple[float, float, int] | None:
     return used / count, sum(all_workers) / len(all_workers), count
 
 
-def first_servers(samples: Sequence[Sample], limit_cpu: float) -> Sized | None:
+def first_servers(samples: Sequence[UseSample], limit_cpu: float) -> Sized | None:
     """§8.2: as many as the most workers that the limit allows will need."""
     demands = _demands(samples)
     if demands is None:
@@ -109,9 +109,9 @@ def first_servers(samples: Sequence[Sample], limit_cpu: float) -> Sized | None:
     return Sized(math.ceil(total / cpu), cpu, int(memory))
 
 
-def speed_ratio(samples: Sequence[Sample]) -> float:
+def speed_ratio(samples: Sequence[UseSample]) -> float:
     """§8.3: what the last added workers brought, as a share of what the others bring. Samples newest first."""
-    runs: list[list[Sample]] = []
+    runs: list[list[UseSample]] = []
     for sample in samples:
         size = len(sample.servers) + len(sample.workers)
         if runs and len(runs[-1][0].servers) + len(runs[-1][0].workers) == size:
@@ -130,7 +130,7 @@ def speed_ratio(samples: Sequence[Sample]) -> float:
     return ((post_speed - pre_speed) / (post_workers - pre_workers)) / (pre_speed / pre_workers)
 
 
-def workers(samples: Sequence[Sample], limits: Resource) -> Sized | None:
+def workers(samples: Sequence[UseSample], limits: Resource) -> Sized | None:
     """§8.3: as many as the servers bear, within the limits."""
     servers, trained = matching_servers(samples), matching_workers(samples)
     rates = [node.cpu_used / node.cpu for each in servers for node in each if node.cpu > 0]
@@ -151,7 +151,7 @@ def workers(samples: Sequence[Sample], limits: Resource) -> Sized | None:
     return Sized(max(0, count), cpu, int(memory))
 
 
-def hot_servers(samples: Sequence[Sample], limit_cpu: float) -> dict[int, float]:
+def hot_servers(samples: Sequence[UseSample], limit_cpu: float) -> dict[int, float]:
     """§8.4: server to the cores that it shall have; memory stays. Empty: none is hot."""
     demands, servers = _demands(samples), matching_servers(samples)
     if demands is None:

@@ -12,13 +12,13 @@ from dlrover.protocol.messages.scaling import (
     Configuration,
     JobFacts,
     MemoryPoint,
-    Plan,
     RoomSeen,
     RunMeasured,
     ScaleDecision,
     ScaleMode,
     ScaleOutcome,
     ScaleTerms,
+    SizePlan,
     TuneOffered,
 )
 
@@ -30,7 +30,7 @@ MAX_MEMORY_POINTS = 48
 """Of one type: three quarters of an hour at one a minute."""
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class MeasuredRun(Struct, frozen=True, kw_only=True):
     """What is kept of a run: enough for a fit. Runs of one configuration beyond the newest three are merged."""
 
     number: int
@@ -46,10 +46,10 @@ class Run(Struct, frozen=True, kw_only=True):
     """Records per second, or what stands for them."""
 
 
-class Refused(Struct, frozen=True, kw_only=True):
+class RefusedPlan(Struct, frozen=True, kw_only=True):
     """A configuration that did not pay, and until when it is not entered again."""
 
-    plan: Plan
+    plan: SizePlan
     nodes: int
     until: Micros
     times: int
@@ -72,8 +72,8 @@ class Probation(Struct, kw_only=True):
     """Of its decision."""
     at: Micros
     kind: str
-    plan: Plan
-    back: Plan
+    plan: SizePlan
+    back: SizePlan
     """What takes it back."""
     nodes_before: int
     nodes_after: int
@@ -90,7 +90,7 @@ class Scaling(Struct, kw_only=True):
     """Now: a person's word counts more than the terms."""
     target: int | None = None
     """Nodes that the world shall have, between the job's minimum and maximum; None: the maximum."""
-    runs: list[Run] = []
+    runs: list[MeasuredRun] = []
     """The least recent first."""
     newest: RunMeasured | None = None
     room: dict[NodeType, RoomSeen] = {}
@@ -110,7 +110,7 @@ class Scaling(Struct, kw_only=True):
     own_changes: list[OwnChange] = []
     """Of the last hour."""
     probation: Probation | None = None
-    refused: list[Refused] = []
+    refused: list[RefusedPlan] = []
     decisions: list[ScaleDecision] = []
     num_decisions: int = 0
     num_outcomes: dict[ScaleOutcome, int] = {}

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dlrover.core.scaling import brakes
 from dlrover.core.scaling.brakes import HOUR, WORKERS, Promise
-from dlrover.core.scaling.facts import Facts, is_world
+from dlrover.core.scaling.facts import ScaleFacts, is_world
 from dlrover.core.scaling.state import Scaling
-from dlrover.core.scaling.verdict import Verdict
+from dlrover.core.scaling.verdict import ScaleVerdict
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodePhase, NodeType
 from dlrover.protocol.messages.identity import Micros, micros
-from dlrover.protocol.messages.scaling import NodeUse, Plan, PlannedNode, ScaleOutcome
+from dlrover.protocol.messages.scaling import NodeUse, PlannedNode, ScaleOutcome, SizePlan
 
 MOST_EXCHANGES = 2
 """In an hour."""
@@ -24,7 +24,7 @@ LEAST_SECONDS = 60.0
 """A node that was slow for less may have had one bad moment."""
 
 
-def decide(state: JobState, known: Facts) -> Verdict | None:
+def decide(state: JobState, known: ScaleFacts) -> ScaleVerdict | None:
     """None: no node is slow enough, or a brake holds its exchange."""
     scaling = state.scaling
     slow = slowest(state)
@@ -32,11 +32,11 @@ def decide(state: JobState, known: Facts) -> Verdict | None:
         return None
     newest = scaling.newest
     assert newest is not None, "a slow node is one of the newest run"
-    plan = Plan(nodes=(PlannedNode(platform_node=slow.platform_node, is_elsewhere=True),))
+    plan = SizePlan(nodes=(PlannedNode(platform_node=slow.platform_node, is_elsewhere=True),))
     gain = newest.step_time / max(newest.step_time - slow.wait_per_step, 0.01 * newest.step_time) - 1
     if brakes.of_plan(scaling, known, Promise(plan, WORKERS, 0, gain)) is not None:
         return None
-    return Verdict(
+    return ScaleVerdict(
         outcome=ScaleOutcome.PLANNED,
         sentence=(
             f"Node rank {slow.rank} is exchanged for another one, elsewhere: the others wait {slow.wait_per_step:.3g} s for it in each "

@@ -11,18 +11,18 @@ import math
 
 from dlrover.core.scaling.allreduce import LEAST_GAIN
 from dlrover.core.scaling.brakes import TUNING, refusal_of
-from dlrover.core.scaling.facts import Facts
-from dlrover.core.scaling.state import Run, Scaling
-from dlrover.core.scaling.verdict import TOLERANCE, Verdict
+from dlrover.core.scaling.facts import ScaleFacts
+from dlrover.core.scaling.state import MeasuredRun, Scaling
+from dlrover.core.scaling.verdict import TOLERANCE, ScaleVerdict
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import FailureKind, WorkerFailure
 from dlrover.protocol.messages.scaling import (
     Configuration,
     ModelCard,
-    Plan,
     RunMeasured,
     ScaleOutcome,
+    SizePlan,
     TuneOffered,
     Tuner,
     TypeUse,
@@ -38,11 +38,11 @@ LEAST_FREE_MIB = 2400
 """Of the historical tuner: with less free memory it changes nothing."""
 
 
-def is_tuning(plan: Plan) -> bool:
+def is_tuning(plan: SizePlan) -> bool:
     return plan.micro_batch is not None or plan.loader_workers is not None
 
 
-def decide(scaling: Scaling, facts: Facts) -> Verdict | None:
+def decide(scaling: Scaling, facts: ScaleFacts) -> ScaleVerdict | None:
     """None: the settings stay."""
     newest, tuner = scaling.newest, scaling.terms.tuner
     if tuner is Tuner.OFF or scaling.probation is not None or facts.configuration is None or newest is None:
@@ -55,7 +55,7 @@ def decide(scaling: Scaling, facts: Facts) -> Verdict | None:
     return _larger_batch(scaling, facts, newest) or _more_loaders(scaling, facts, newest)
 
 
-def offered(former: TuneOffered, plan: Plan, last_batch: int, rate_factor: float) -> TuneOffered:
+def offered(former: TuneOffered, plan: SizePlan, last_batch: int, rate_factor: float) -> TuneOffered:
     """The next version."""
     batch = former.micro_batch if plan.micro_batch is None else plan.micro_batch
     loaders = former.loader_workers if plan.loader_workers is None else plan.loader_workers
@@ -89,7 +89,7 @@ def device_use(told: RunMeasured) -> TypeUse | None:
     )
 
 
-def _larger_batch(scaling: Scaling, facts: Facts, newest: RunMeasured) -> Verdict | None:
+def _larger_batch(scaling: Scaling, facts: ScaleFacts, newest: RunMeasured) -> ScaleVerdict | None:
     configuration, use = newest.configuration, device_use(newest)
     batch = configuration.micro_batch
     if use is None or not batch or configuration.accumulation < 2:
@@ -101,13 +101,13 @@ def _larger_batch(scaling: Scaling, facts: Facts, newest: RunMeasured) -> Verdic
     larger = largest_divisor(records, most)
     if larger <= batch:
         return None
-    plan = Plan(micro_batch=larger, accumulation=records // larger)
+    plan = SizePlan(micro_batch=larger, accumulation=records // larger)
     gain = _promised(scaling, configuration, larger)
     refused = refusal_of(scaling, plan)
     if (refused is not None and facts.now < refused.until) or (gain is not None and gain < LEAST_GAIN):
         return None
     promise = "to see what that brings" if gain is None else f"{gain:+.0%} speed is expected"
-    return Verdict(
+    return ScaleVerdict(
         outcome=ScaleOutcome.PLANNED,
         sentence=(
             f"A micro-batch of {larger} instead of {batch} and {records // larger} passes instead of "
@@ -154,14 +154,14 @@ def _promised(scaling: Scaling, configuration: Configuration, batch: int) -> flo
     return now / then - 1 if then > 0 else None
 
 
-def _is_alike(run: Run, configuration: Configuration) -> bool:
+def _is_alike(run: MeasuredRun, configuration: Configuration) -> bool:
     return (run.configuration.groups, run.configuration.workers_per_node) == (
         configuration.groups,
         configuration.workers_per_node,
     ) and run.configuration.micro_batch > 0
 
 
-def _more_loaders(scaling: Scaling, facts: Facts, newest: RunMeasured) -> Verdict | None:
+def _more_loaders(scaling: Scaling, facts: ScaleFacts, newest: RunMeasured) -> ScaleVerdict | None:
     group = newest.configuration.group(NodeType.WORKER)
     cores = MOST_LOADERS if group is None or not group.cpu else max(1, int(group.cpu))
     most = min(MOST_LOADERS, cores)
@@ -169,11 +169,11 @@ def _more_loaders(scaling: Scaling, facts: Facts, newest: RunMeasured) -> Verdic
         return None
     if scaling.tuning.loader_workers > newest.loader_workers:
         return None  # it counts from the next epoch on
-    plan = Plan(loader_workers=newest.loader_workers + 1)
+    plan = SizePlan(loader_workers=newest.loader_workers + 1)
     refused = refusal_of(scaling, plan)
     if refused is not None and facts.now < refused.until:
         return None
-    return Verdict(
+    return ScaleVerdict(
         outcome=ScaleOutcome.PLANNED,
         sentence=f"{newest.loader_workers + 1} loader processes: workers wait for data {newest.data_wait:.0%} of the time.",
         plan=plan,
@@ -183,14 +183,14 @@ def _more_loaders(scaling: Scaling, facts: Facts, newest: RunMeasured) -> Verdic
     )
 
 
-def halved(scaling: Scaling, configuration: Configuration) -> Plan | None:
+def halved(scaling: Scaling, configuration: Configuration) -> SizePlan | None:
     """After a device ran out of memory; None: the micro-batch cannot be smaller, or is not known."""
     batch = scaling.tuning.micro_batch or configuration.micro_batch
     records = configuration.micro_batch * configuration.accumulation
     if batch < 2 or not records:
         return None
     smaller = largest_divisor(records, batch // 2)
-    return Plan(micro_batch=smaller, accumulation=records // smaller)
+    return SizePlan(micro_batch=smaller, accumulation=records // smaller)
 
 
 def is_device_oom(failure: WorkerFailure) -> bool:
@@ -216,17 +216,17 @@ def rate_factor(batch: int, last_batch: int) -> float:
     return math.sqrt(batch / last_batch)
 
 
-def _historical(scaling: Scaling, newest: RunMeasured) -> Verdict | None:
+def _historical(scaling: Scaling, newest: RunMeasured) -> ScaleVerdict | None:
     use, batch = device_use(newest), newest.configuration.micro_batch
     if use is None or not batch or scaling.tuning.micro_batch not in (0, batch):
         return None  # the last offer has not been taken yet
     larger = historical_batch(batch, use.device_total_mb - use.device_memory_mb, scaling.terms.model_card)
     if larger is None or larger <= batch:
         return None
-    return Verdict(
+    return ScaleVerdict(
         outcome=ScaleOutcome.PLANNED,
         sentence=f"A batch of {larger} instead of {batch}, and a learning rate of {rate_factor(larger, batch):.3f} times the former.",
-        plan=Plan(micro_batch=larger, accumulation=newest.configuration.accumulation),
+        plan=SizePlan(micro_batch=larger, accumulation=newest.configuration.accumulation),
         kind=TUNING,
         nodes=newest.configuration.num_workers,
         least_ratio=0.0,

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from dlrover.core.scaling import allreduce, brakes
 from dlrover.core.scaling.allreduce import Size
-from dlrover.core.scaling.brakes import WORKERS, Held, Promise
-from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.brakes import WORKERS, HeldBack, Promise
+from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.core.scaling.fit.model import Fit
 from dlrover.core.scaling.state import Scaling
 from dlrover.protocol.messages.fleet import NodeType
@@ -20,17 +20,17 @@ from dlrover.protocol.messages.scaling import (
     MOST_CANDIDATES_SHOWN,
     Brake,
     Optimizer,
-    Plan,
     PlanOffered,
     ScaleCandidate,
     ScaleOutcome,
+    SizePlan,
 )
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class ScaleVerdict(Struct, frozen=True, kw_only=True):
     outcome: ScaleOutcome
     sentence: str
-    plan: Plan | None = None
+    plan: SizePlan | None = None
     """None: nothing changes."""
     kind: str = WORKERS
     direction: int = 0
@@ -48,7 +48,7 @@ TOLERANCE = 0.97
 """A change may be so much worse than it has to be before it is taken back: less cannot be told from chance."""
 
 
-def decide_world(scaling: Scaling, facts: Facts, offer: PlanOffered | None = None) -> Verdict:
+def decide_world(scaling: Scaling, facts: ScaleFacts, offer: PlanOffered | None = None) -> ScaleVerdict:
     """For a job whose workers form one world."""
     configuration = facts.configuration
     is_planned = scaling.terms.optimizer is not Optimizer.NONE
@@ -63,7 +63,7 @@ def decide_world(scaling: Scaling, facts: Facts, offer: PlanOffered | None = Non
     if held is not None:
         return _held(held, candidates, fit, f"The job keeps {_nodes(facts.nodes)}: {held.why}.")
     wanted = [size for size in sizes if size.is_wanted or size is offered]
-    waits: list[Held] = []
+    waits: list[HeldBack] = []
     for size in wanted:
         brake = brakes.of_plan(scaling, facts, _promise(scaling, facts, size))
         if brake is None:
@@ -72,20 +72,20 @@ def decide_world(scaling: Scaling, facts: Facts, offer: PlanOffered | None = Non
     if waits:
         first, opens = waits[0], [brake.opens_at for brake in waits if brake.opens_at is not None]
         sentence = f"The job keeps {_nodes(facts.nodes)}: {_text(wanted[0].nodes)} would be next, but {first.why}."
-        return _held(Held(first.brake, first.why, min(opens, default=None)), candidates, fit, sentence)
-    return Verdict(
+        return _held(HeldBack(first.brake, first.why, min(opens, default=None)), candidates, fit, sentence)
+    return ScaleVerdict(
         outcome=ScaleOutcome.RESTED, sentence=_why_rest(scaling, facts, sizes), candidates=candidates, fit=fit
     )
 
 
-def _offered(offer: PlanOffered, facts: Facts) -> Size | None:
+def _offered(offer: PlanOffered, facts: ScaleFacts) -> Size | None:
     group = offer.plan.group(NodeType.WORKER)
     if group is None or group.count is None or group.count == facts.nodes:
         return None
     return Size(group.count, offer.expected_speed, True)
 
 
-def _promise(scaling: Scaling, facts: Facts, size: Size) -> Promise:
+def _promise(scaling: Scaling, facts: ScaleFacts, size: Size) -> Promise:
     ratio = size.nodes / facts.nodes
     gain = ratio - 1 if size.is_try else size.speed / facts.speed - 1
     if size.is_try and ratio < 1:
@@ -101,7 +101,7 @@ def _promise(scaling: Scaling, facts: Facts, size: Size) -> Promise:
     )
 
 
-def _bound(facts: Facts, nodes: int) -> str:
+def _bound(facts: ScaleFacts, nodes: int) -> str:
     limits = facts.limits
     if not limits.min_nodes <= nodes <= limits.max_nodes:
         return f"the job has {limits.min_nodes} to {limits.max_nodes} nodes"
@@ -122,7 +122,9 @@ def _objective(scaling: Scaling, nodes: int, former: int, gain: float) -> str:
     return f"it promises {gain:+.1%} speed, and {scale_for.value} demands {demanded:+.1%}"
 
 
-def _candidate(scaling: Scaling, facts: Facts, size: Size, held: Held | None) -> tuple[ScaleCandidate, Held | None]:
+def _candidate(
+    scaling: Scaling, facts: ScaleFacts, size: Size, held: HeldBack | None
+) -> tuple[ScaleCandidate, HeldBack | None]:
     promise = _promise(scaling, facts, size)
     brake = held or brakes.of_plan(scaling, facts, promise)
     candidate = ScaleCandidate(
@@ -139,8 +141,8 @@ def _candidate(scaling: Scaling, facts: Facts, size: Size, held: Held | None) ->
     return candidate, brake
 
 
-def _held(held: Held, candidates: tuple[ScaleCandidate, ...], fit: Fit | None, sentence: str) -> Verdict:
-    return Verdict(
+def _held(held: HeldBack, candidates: tuple[ScaleCandidate, ...], fit: Fit | None, sentence: str) -> ScaleVerdict:
+    return ScaleVerdict(
         outcome=ScaleOutcome.HELD,
         sentence=sentence,
         brake=held.brake,
@@ -152,12 +154,12 @@ def _held(held: Held, candidates: tuple[ScaleCandidate, ...], fit: Fit | None, s
 
 def _planned(
     scaling: Scaling,
-    facts: Facts,
+    facts: ScaleFacts,
     size: Size,
     candidates: tuple[ScaleCandidate, ...],
     fit: Fit | None,
     offer: PlanOffered | None,
-) -> Verdict:
+) -> ScaleVerdict:
     share = allreduce.least_ratio(size.nodes, facts.nodes, scaling.terms.scale_for)
     change = f"{_nodes(size.nodes)} instead of {facts.nodes}"
     if offer is not None:
@@ -170,7 +172,7 @@ def _planned(
             f"{change}: {size.speed:.4g} records/s are expected and {facts.speed:.4g} are measured "
             f"({size.speed / facts.speed - 1:+.0%})"
         )
-    return Verdict(
+    return ScaleVerdict(
         outcome=ScaleOutcome.PLANNED,
         sentence=f"{sentence.rstrip('.')}.",
         plan=allreduce.plan_of(size.nodes),
@@ -183,7 +185,7 @@ def _planned(
     )
 
 
-def _why_rest(scaling: Scaling, facts: Facts, sizes: list[Size]) -> str:
+def _why_rest(scaling: Scaling, facts: ScaleFacts, sizes: list[Size]) -> str:
     if not allreduce.is_changeable(scaling, facts):
         return f"The job keeps {_nodes(facts.nodes)}: its number of nodes is fixed."
     others = [size for size in sizes if not size.is_try]

@@ -279,7 +279,7 @@ class PlannedNode(Struct, frozen=True, kw_only=True):
     """On another machine than it is on now."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class SizePlan(Struct, frozen=True, kw_only=True):
     """What shall change. Everything that is not named stays."""
 
     groups: tuple[PlannedGroup, ...] = ()
@@ -295,7 +295,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 class PlanOffered(Struct, tag=True, frozen=True, kw_only=True):
     """Somebody else (Brain) proposes a plan. The brakes judge it as any other."""
 
-    plan: Plan
+    plan: SizePlan
     sentence: str = ""
     """Why, for people."""
     source: str = "brain"
@@ -426,7 +426,7 @@ class ScaleDecision(Struct, frozen=True, kw_only=True):
     at: Micros
     outcome: ScaleOutcome
     sentence: str
-    plan: Plan = Plan()
+    plan: SizePlan = SizePlan()
     brake: Brake = Brake.NONE
     nodes_before: int = 0
     """Nodes that train."""
@@ -439,7 +439,7 @@ class ScaleDecision(Struct, frozen=True, kw_only=True):
 
 
 class ScaleCandidate(Struct, frozen=True, kw_only=True):
-    plan: Plan
+    plan: SizePlan
     text: str
     """`6 nodes`, `8 workers, 2 servers of 4 cores`."""
     nodes: int

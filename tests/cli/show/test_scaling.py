@@ -11,7 +11,6 @@ from dlrover.protocol.messages.scaling import (
     Brake,
     Configuration,
     GroupSize,
-    Plan,
     RefusedSize,
     RoomSeen,
     ScaleCandidate,
@@ -20,6 +19,7 @@ from dlrover.protocol.messages.scaling import (
     ScaleMode,
     ScaleOutcome,
     ScalingStatus,
+    SizePlan,
     SpeedPoint,
 )
 
@@ -49,7 +49,7 @@ def status() -> ScalingStatus:
         ),
         candidates=tuple(
             ScaleCandidate(
-                plan=Plan(),
+                plan=SizePlan(),
                 text=f"{nodes} nodes",
                 nodes=nodes,
                 speed=10.0 * nodes,

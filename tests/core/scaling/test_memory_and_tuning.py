@@ -104,7 +104,7 @@ def test_a_forecast_needs_points_that_rise() -> None:
     found = memory.forecast(points, 1.0, None)
     assert found is not None
     assert found.then_mb == pytest.approx(1090 + 300)
-    assert memory.forecast(points, 1.0, 60.0) == memory.Forecast(1090, 1100, 60.0)
+    assert memory.forecast(points, 1.0, 60.0) == memory.MemoryForecast(1090, 1100, 60.0)
     assert memory.forecast(points[:7], 1.0, None) is None
     flat = [MemoryPoint(point.at, point.step, 1000.0 + point.step % 120) for point in points]
     assert memory.forecast(flat, 1.0, None) is None

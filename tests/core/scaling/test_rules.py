@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dlrover.core.scaling import rules, tuning
-from dlrover.core.scaling.rules import NodeSample, Sample, Sized
+from dlrover.core.scaling.rules import NodeSample, Sized, UseSample
 from dlrover.protocol.messages.fleet import NodeType, Resource
 from dlrover.protocol.messages.scaling import ModelCard, ScaleTerms
 
@@ -45,48 +45,48 @@ def test_8_1_create_takes_a_fifth_of_the_limits() -> None:
 
 @pytest.mark.parametrize(("limit", "count"), [(10, 2), (100, 12)])
 def test_8_2_servers_for_the_most_workers_that_the_limit_allows(limit: float, count: int) -> None:
-    sample = Sample(servers(1.4, 1.0), workers(3))
+    sample = UseSample(servers(1.4, 1.0), workers(3))
     assert rules.first_servers([sample], limit) == Sized(count, 4.0, 2457)
 
 
 def test_8_2_needs_samples_of_servers() -> None:
     assert rules.first_servers([], 10) is None
-    assert rules.first_servers([Sample((), workers(3))], 10) is None
+    assert rules.first_servers([UseSample((), workers(3))], 10) is None
 
 
 def test_8_3_workers_until_the_servers_are_busy() -> None:
-    sample = Sample(servers(1.0, 1.0), workers(3), speed=10)
+    sample = UseSample(servers(1.0, 1.0), workers(3), speed=10)
     found = rules.workers([sample], BIG)
     assert found == Sized(10, 1.0, 3072)
 
 
 def test_8_3_nothing_for_saturated_idle_or_unprofitable_jobs() -> None:
-    assert rules.workers([Sample(servers(3.9), workers(3))], BIG) is None
-    assert rules.workers([Sample(servers(0.0), workers(3))], BIG) is None
-    worse = [Sample(servers(1.0), workers(4), speed=12.1), Sample(servers(1.0), workers(3), speed=12.0)]
+    assert rules.workers([UseSample(servers(3.9), workers(3))], BIG) is None
+    assert rules.workers([UseSample(servers(0.0), workers(3))], BIG) is None
+    worse = [UseSample(servers(1.0), workers(4), speed=12.1), UseSample(servers(1.0), workers(3), speed=12.0)]
     assert rules.workers(worse, BIG) is None
 
 
 def test_8_3_the_limits_count_what_servers_take() -> None:
-    sample = Sample(servers(1.0, 1.0, memory=40_000), workers(3), speed=10)
+    sample = UseSample(servers(1.0, 1.0, memory=40_000), workers(3), speed=10)
     assert rules.workers([sample], BIG) == Sized(7, 1.0, 3072), "22,400 MiB are left for 3,072 each"
 
 
 def test_8_3_speed_ratio() -> None:
-    before, after = Sample(servers(1.0), workers(3), speed=12), Sample(servers(1.0), workers(4), speed=15)
+    before, after = UseSample(servers(1.0), workers(3), speed=12), UseSample(servers(1.0), workers(4), speed=15)
     assert rules.speed_ratio([after, before]) == pytest.approx(0.75)
     assert rules.speed_ratio([after]) == 1
     assert rules.speed_ratio([before, before]) == 1
 
 
 def test_8_4_a_hot_server_gets_the_cores_of_the_most_workers() -> None:
-    sample = Sample(servers(3.6, 0.3), workers(3))
+    sample = UseSample(servers(3.6, 0.3), workers(3))
     assert rules.hot_servers([sample], 100) == {0: 32.0}
-    assert rules.hot_servers([Sample(servers(3.0, 0.3), workers(3))], 100) == {}
+    assert rules.hot_servers([UseSample(servers(3.0, 0.3), workers(3))], 100) == {}
 
 
 def test_8_4_samples_of_another_set_of_servers_do_not_count() -> None:
-    newest, older = Sample(servers(1.0, 0.3), workers(3)), Sample(servers(3.9), workers(3))
+    newest, older = UseSample(servers(1.0, 0.3), workers(3)), UseSample(servers(3.9), workers(3))
     assert rules.hot_servers([newest, older], 100) == {}
 
 

@@ -21,7 +21,6 @@ from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.fleet import LaunchRefused, NodeType, Resource, ScaleJob
 from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.scaling import (
-    Plan,
     PlannedGroup,
     PlanOffered,
     RoomSeen,
@@ -31,6 +30,7 @@ from dlrover.protocol.messages.scaling import (
     ScaleTerms,
     ScaleTo,
     SetScaling,
+    SizePlan,
 )
 from tests.core.scaling.driver import Driver, Law, family, worthwhile
 
@@ -131,7 +131,7 @@ def act(driver: Driver, kind: str, number: float) -> None:
             driver.do(ScaleJob(min_nodes=driver.unit, max_nodes=most))
         case "offer":
             group = PlannedGroup(node_type=NodeType.WORKER, count=some)
-            driver.do(PlanOffered(plan=Plan(groups=(group,)), expected_speed=number * 1000))
+            driver.do(PlanOffered(plan=SizePlan(groups=(group,)), expected_speed=number * 1000))
         case "mode":
             driver.do(SetScaling(mode=list(ScaleMode)[min(2, int(number * 3))]))
         case "refuse":

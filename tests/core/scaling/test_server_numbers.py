@@ -9,7 +9,7 @@ import pytest
 from dlrover.core.scaling import facts
 from dlrover.core.scaling.fit.model import Fit
 from dlrover.core.scaling.servers import search
-from dlrover.core.scaling.servers.search import Option
+from dlrover.core.scaling.servers.search import ServerOption
 from dlrover.protocol.messages.fleet import (
     FleetSpec,
     NodeExit,
@@ -26,11 +26,11 @@ from dlrover.protocol.messages.scaling import (
     JobFacts,
     MemoryPoint,
     Optimizer,
-    Plan,
     PlannedGroup,
     PlanOffered,
     ScaleMode,
     ScaleTerms,
+    SizePlan,
 )
 from tests.core.fleet.fleet_scene import FleetScene
 from tests.core.scaling.test_servers import SIZE, ServerScene, server
@@ -127,7 +127,7 @@ def test_9_4_the_ceiling_of_memory_is_a_setting() -> None:
 def test_an_offer_that_expects_no_speed_is_tried() -> None:
     scene = ServerScene.begun()
     scene.measure(server(0, 3.0), server(1, 3.0), server(2, 3.0), at=900)
-    plan = Plan(groups=(PlannedGroup(node_type=NodeType.PS, count=5),))
+    plan = SizePlan(groups=(PlannedGroup(node_type=NodeType.PS, count=5),))
     scene.do(PlanOffered(plan=plan, sentence="like the last five jobs"))
     assert target(scene, NodeType.PS) == 5, scene.scaling.sentence
 
@@ -147,13 +147,15 @@ THETAS = (0.01, 0.001, 1.0, 0.0, 0.0)
 """Time goes into the work of the servers, by their cores."""
 
 
-def found_by(scene: ServerScene, *nodes: Any, worker_cpu: float = 1.0) -> tuple[Option, dict[Option, float]]:
+def found_by(
+    scene: ServerScene, *nodes: Any, worker_cpu: float = 1.0
+) -> tuple[ServerOption, dict[ServerOption, float]]:
     scene.measure(*nodes, at=300, worker_cpu=worker_cpu)
     run = scene.job.state.scaling.runs[-1]
     configuration = run.configuration
     groups = {group.node_type: group for group in configuration.groups}
     ps, worker = groups[NodeType.PS], groups[NodeType.WORKER]
-    now = Option(configuration.num_workers, ps.count, worker.cpu, ps.cpu)
+    now = ServerOption(configuration.num_workers, ps.count, worker.cpu, ps.cpu)
     fit = Fit(features=("",) * 5, thetas=THETAS, error=0.0, num_runs=3, num_counts=3)
     known = facts.gather(scene.job.state, scene.job.state.now)
     return now, search.search(scene.job.state, known, fit, run, now)

@@ -16,7 +16,6 @@ from dlrover.protocol.messages.scaling import (
     JobFacts,
     MemoryPoint,
     NodeUse,
-    Plan,
     PlannedGroup,
     PlannedNode,
     PlanOffered,
@@ -25,6 +24,7 @@ from dlrover.protocol.messages.scaling import (
     ScaleOutcome,
     ScaleTerms,
     ScalingStatus,
+    SizePlan,
     TypeUse,
 )
 from tests.core.fleet.fleet_scene import FleetScene
@@ -191,7 +191,7 @@ def test_11_3_one_plan_grows_workers_and_exchanges_servers() -> None:
         PlannedNode(platform_node=ids[kind, rank], cpu=8, memory_mb=8192)
         for kind, rank in ((NodeType.WORKER, 0), (NodeType.WORKER, 1), (NodeType.PS, 1))
     )
-    plan = Plan(groups=(PlannedGroup(node_type=NodeType.WORKER, count=6),), nodes=nodes)
+    plan = SizePlan(groups=(PlannedGroup(node_type=NodeType.WORKER, count=6),), nodes=nodes)
     scene.tick(300)
     groups = (GroupSize(NodeType.CHIEF, 1), GroupSize(NodeType.WORKER, 3), GroupSize(NodeType.PS, 3))
     scene.do(
@@ -220,7 +220,7 @@ def test_workers_that_do_not_come_in_time_move_no_target_of_a_world() -> None:
     scene = ServerScene.begun(longest_probation=60.0, server_pause=0.0)
     scene.measure(server(0, 3.0), server(1, 3.0), server(2, 3.0), at=900)
     group = PlannedGroup(node_type=NodeType.WORKER, count=4)
-    scene.do(PlanOffered(plan=Plan(groups=(group,)), expected_speed=1000.0))
+    scene.do(PlanOffered(plan=SizePlan(groups=(group,)), expected_speed=1000.0))
     assert len(scene.launched) == 8
     scene.tick(1000)
     assert scene.scaling.num_outcomes.get(ScaleOutcome.UNJUDGED) == 1

@@ -17,7 +17,6 @@ from dlrover.protocol.messages.scaling import (
     DefineScaling,
     GroupSize,
     JobFacts,
-    Plan,
     PlannedGroup,
     PlanOffered,
     RoomSeen,
@@ -29,6 +28,7 @@ from dlrover.protocol.messages.scaling import (
     ScaleTo,
     ScalingStatus,
     SetScaling,
+    SizePlan,
 )
 from tests.core.fleet.fleet_scene import FleetScene, workers
 from tests.core.scaling.driver import Driver, family
@@ -143,11 +143,11 @@ def test_an_offer_is_judged_by_the_brakes() -> None:
     assert driver.target == 3
     quiet = Driver(LINEAR, max_nodes=4, start=2, terms=ScaleTerms(mode=ScaleMode.ON, optimizer="none"))  # type: ignore[arg-type]
     quiet.minute()
-    quiet.do(PlanOffered(plan=Plan(groups=(group,)), expected_speed=1000))
+    quiet.do(PlanOffered(plan=SizePlan(groups=(group,)), expected_speed=1000))
     assert quiet.target == 2
     assert quiet.status.decisions[-1].brake is Brake.BOUND
     fitting = PlannedGroup(node_type=NodeType.WORKER, count=4)
-    quiet.do(PlanOffered(plan=Plan(groups=(fitting,)), expected_speed=1000, sentence="like the last five jobs"))
+    quiet.do(PlanOffered(plan=SizePlan(groups=(fitting,)), expected_speed=1000, sentence="like the last five jobs"))
     assert quiet.target == 4
     assert "as brain proposes: like the last five jobs" in quiet.status.decisions[-1].sentence
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from dlrover.core.scaling.evidence import batch_of
 from dlrover.core.scaling.fit.nnls import nnls
-from dlrover.core.scaling.state import Run
+from dlrover.core.scaling.state import MeasuredRun
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.scaling import Configuration
 
@@ -57,7 +57,7 @@ def batch_of_all(configuration: Configuration, nodes: int) -> float:
     return batch_of_worker(configuration, nodes) * nodes * configuration.workers_per_node
 
 
-def fit_world(runs: Sequence[Run]) -> Fit | None:
+def fit_world(runs: Sequence[MeasuredRun]) -> Fit | None:
     """None: there is nothing to fit."""
     if not runs:
         return None
@@ -76,7 +76,7 @@ def server_row(workers: float, servers: float, worker_cpu: float, server_cpu: fl
     return (1.0, batch / worker_cpu, workers / (servers * server_cpu), workers / servers, batch / servers)
 
 
-def fit_servers(runs: Sequence[Run]) -> Fit | None:
+def fit_servers(runs: Sequence[MeasuredRun]) -> Fit | None:
     """With the cores that are really used where a node uses less than it has."""
     usable = [run for run in runs if run.configuration.count(NodeType.PS)]
     if not usable:
@@ -89,14 +89,14 @@ def fit_servers(runs: Sequence[Run]) -> Fit | None:
     return fit
 
 
-def row_of_run(run: Run) -> tuple[float, ...]:
+def row_of_run(run: MeasuredRun) -> tuple[float, ...]:
     configuration = run.configuration
     workers, servers = configuration.num_workers, configuration.count(NodeType.PS)
     batch = batch_of(configuration) / max(1, workers)
     return server_row(workers, servers, cores_of(run, NodeType.WORKER), cores_of(run, NodeType.PS), batch)
 
 
-def cores_of(run: Run, node_type: NodeType) -> float:
+def cores_of(run: MeasuredRun, node_type: NodeType) -> float:
     """Of one node: those it has, or those that it uses if it leaves some of them idle."""
     group = run.configuration.group(node_type)
     if group is None and node_type is NodeType.WORKER:

@@ -13,7 +13,7 @@ import math
 from dlrover.core.scaling import brakes, facts, rules
 from dlrover.core.scaling.allreduce import LEAST_GAIN
 from dlrover.core.scaling.brakes import SERVERS
-from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.core.scaling.fit.model import median
 from dlrover.core.scaling.servers.plans import (
     cores_given,
@@ -26,18 +26,18 @@ from dlrover.core.scaling.servers.plans import (
 )
 from dlrover.core.scaling.servers.search import decide_numbers, sample_of
 from dlrover.core.scaling.servers.short_memory import short_server
-from dlrover.core.scaling.verdict import Verdict
+from dlrover.core.scaling.verdict import ScaleVerdict
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.scaling import (
     Brake,
     NodeUse,
     Optimizer,
-    Plan,
     PlannedGroup,
     PlannedNode,
     PlanOffered,
     ScaleOutcome,
+    SizePlan,
 )
 
 HOT = 0.9
@@ -52,7 +52,7 @@ _URGENT = (Brake.OFF, Brake.UNDER_WAY, Brake.MANUAL_HOLD, Brake.COOL_DOWN)
 """Brakes that hold even what prevents a failure."""
 
 
-def decide(state: JobState, known: Facts, offer: PlanOffered | None = None) -> Verdict:
+def decide(state: JobState, known: ScaleFacts, offer: PlanOffered | None = None) -> ScaleVerdict:
     scaling = state.scaling
     brake = brakes.of_job(scaling, known, SERVERS)
     is_changeable = NodeType.PS in scaling.terms.types
@@ -69,23 +69,23 @@ def decide(state: JobState, known: Facts, offer: PlanOffered | None = None) -> V
         if found is not None:
             return found
     if scaling.terms.optimizer is Optimizer.NONE:
-        return Verdict(outcome=ScaleOutcome.RESTED, sentence="No server is hot, short or idle.", kind=SERVERS)
+        return ScaleVerdict(outcome=ScaleOutcome.RESTED, sentence="No server is hot, short or idle.", kind=SERVERS)
     return decide_numbers(state, known)
 
 
-def _gain_of(offer: PlanOffered, known: Facts) -> float:
+def _gain_of(offer: PlanOffered, known: ScaleFacts) -> float:
     """Of an offer that expects no speed the least that counts: probation judges it."""
     return offer.expected_speed / known.speed - 1 if offer.expected_speed else LEAST_GAIN
 
 
-def _short_memory(state: JobState) -> Verdict | None:
+def _short_memory(state: JobState) -> ScaleVerdict | None:
     short = short_server(state, facts.seconds_left(state.scaling))
     if short is None or not short.is_possible:
         return None
     return repair(f"Server {short.rank} gets {short.more_mb} MiB: {short.why}.", short.plan)
 
 
-def _hot(state: JobState, known: Facts) -> Verdict | None:
+def _hot(state: JobState, known: ScaleFacts) -> ScaleVerdict | None:
     nodes = [node for node in measured_servers(state) if cores_given(state, node) > 0]
     if len(nodes) < 2:
         return None
@@ -96,7 +96,7 @@ def _hot(state: JobState, known: Facts) -> Verdict | None:
         if not _is_watched(state, node) or use < HOT or use < HOTTER * median(others):
             continue
         cpu = _cores_for_hot(state, node, had)
-        plan = Plan(nodes=(PlannedNode(platform_node=node.platform_node, cpu=cpu),))
+        plan = SizePlan(nodes=(PlannedNode(platform_node=node.platform_node, cpu=cpu),))
         if cpu > rules.GROWTH_BAND * had and not excess_of(state, plan):
             return repair(
                 f"Server {node.rank} gets {cpu:g} cores instead of {had:g}: it uses {use:.0%} of them, the others "
@@ -120,21 +120,21 @@ def _cores_for_hot(state: JobState, node: NodeUse, had: float) -> float:
     return min(terms.largest.cpu, wanted)
 
 
-def _all_hot(state: JobState, known: Facts) -> Verdict | None:
+def _all_hot(state: JobState, known: ScaleFacts) -> ScaleVerdict | None:
     nodes = [node for node in measured_servers(state) if cores_given(state, node) > 0]
     is_hot = nodes and all(_is_watched(state, node) and node.cpu >= HOT * cores_given(state, node) for node in nodes)
     if not is_hot or state.fleet is None or known.slow_start:
         return None
     count = state.fleet.replicas[NodeType.PS].target
     more = min(state.scaling.terms.most_servers, count + max(1, count // 2))
-    plan = Plan(groups=(PlannedGroup(node_type=NodeType.PS, count=more),))
+    plan = SizePlan(groups=(PlannedGroup(node_type=NodeType.PS, count=more),))
     if more <= count or excess_of(state, plan):
         return None
     sentence = f"{more} servers instead of {count}: all of them use more than {HOT:.0%} of their cores."
     return watched(state, known, plan, sentence, direction=1)
 
 
-def _idle(state: JobState, known: Facts) -> Verdict | None:
+def _idle(state: JobState, known: ScaleFacts) -> ScaleVerdict | None:
     left = facts.seconds_left(state.scaling)
     if left is None or left <= LEAST_LEFT:
         return None
@@ -152,5 +152,6 @@ def _idle(state: JobState, known: Facts) -> Verdict | None:
     if not planned:
         return None
     return repair(
-        f"{len(planned)} servers get fewer cores: they use less than {IDLE:.0%} of them.", Plan(nodes=tuple(planned))
+        f"{len(planned)} servers get fewer cores: they use less than {IDLE:.0%} of them.",
+        SizePlan(nodes=tuple(planned)),
     )

@@ -5,14 +5,14 @@ What plans about servers have in common: which servers were measured, what the l
 from __future__ import annotations
 
 from dlrover.core.scaling import brakes, rules
-from dlrover.core.scaling.brakes import SERVERS, Held, Promise
-from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.brakes import SERVERS, HeldBack, Promise
+from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.core.scaling.fit.model import Fit
-from dlrover.core.scaling.verdict import TOLERANCE, Verdict
+from dlrover.core.scaling.verdict import TOLERANCE, ScaleVerdict
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.job_limits import excess
-from dlrover.protocol.messages.scaling import NodeUse, Plan, PlannedGroup, ScaleCandidate, ScaleOutcome
+from dlrover.protocol.messages.scaling import NodeUse, PlannedGroup, ScaleCandidate, ScaleOutcome, SizePlan
 
 
 def measured_servers(state: JobState) -> list[NodeUse]:
@@ -45,7 +45,7 @@ def is_small_change(state: JobState, cores: float) -> bool:
     return now > 0 and rules.is_in_dead_band(cores, now)
 
 
-def back_of(state: JobState, plan: Plan) -> Plan:
+def back_of(state: JobState, plan: SizePlan) -> SizePlan:
     """What takes a plan back: the numbers as they are now. An exchanged node stays exchanged."""
     fleet = state.fleet
     groups = []
@@ -53,10 +53,10 @@ def back_of(state: JobState, plan: Plan) -> Plan:
         replicas = None if fleet is None else fleet.replicas.get(group.node_type)
         if replicas is not None and group.count is not None:
             groups.append(PlannedGroup(node_type=group.node_type, count=replicas.target))
-    return Plan(groups=tuple(groups))
+    return SizePlan(groups=tuple(groups))
 
 
-def excess_of(state: JobState, plan: Plan) -> str:
+def excess_of(state: JobState, plan: SizePlan) -> str:
     """Which limit of the job the plan breaks; empty: none."""
     fleet = state.fleet
     if fleet is None:
@@ -75,7 +75,9 @@ def excess_of(state: JobState, plan: Plan) -> str:
     return excess(fleet.spec.limits, wanted)
 
 
-def judged(state: JobState, known: Facts, plan: Plan, gain: float, why: str, fit: Fit | None = None) -> Verdict:
+def judged(
+    state: JobState, known: ScaleFacts, plan: SizePlan, gain: float, why: str, fit: Fit | None = None
+) -> ScaleVerdict:
     """A plan that others made: carried out if no brake holds it."""
     direction = -1 if _is_smaller(state, plan) else 1
     promise = Promise(plan, SERVERS, direction, gain, 0.0, excess_of(state, plan))
@@ -88,7 +90,7 @@ def judged(state: JobState, known: Facts, plan: Plan, gain: float, why: str, fit
     )
 
 
-def _is_smaller(state: JobState, plan: Plan) -> bool:
+def _is_smaller(state: JobState, plan: SizePlan) -> bool:
     fleet = state.fleet
     known = {} if fleet is None else fleet.replicas
     counts = [
@@ -101,21 +103,21 @@ def _is_smaller(state: JobState, plan: Plan) -> bool:
 
 def watched(
     state: JobState,
-    known: Facts,
-    plan: Plan,
+    known: ScaleFacts,
+    plan: SizePlan,
     sentence: str,
     *,
     direction: int,
     candidates: tuple[ScaleCandidate, ...] = (),
     fit: Fit | None = None,
     expected_speed: float = 0.0,
-) -> Verdict:
+) -> ScaleVerdict:
     group = plan.group(NodeType.WORKER)
     fleet = state.fleet
     change = 0
     if group is not None and group.count is not None and fleet is not None:
         change = group.count - fleet.replicas[NodeType.WORKER].target
-    return Verdict(
+    return ScaleVerdict(
         outcome=ScaleOutcome.PLANNED,
         sentence=sentence,
         plan=plan,
@@ -129,13 +131,13 @@ def watched(
     )
 
 
-def repair(sentence: str, plan: Plan) -> Verdict:
+def repair(sentence: str, plan: SizePlan) -> ScaleVerdict:
     """An exchange that is not judged by speed."""
-    return Verdict(outcome=ScaleOutcome.PLANNED, sentence=sentence, plan=plan, kind=SERVERS, least_ratio=0.0)
+    return ScaleVerdict(outcome=ScaleOutcome.PLANNED, sentence=sentence, plan=plan, kind=SERVERS, least_ratio=0.0)
 
 
-def held(brake: Held, sentence: str, fit: Fit | None = None) -> Verdict:
-    return Verdict(
+def held(brake: HeldBack, sentence: str, fit: Fit | None = None) -> ScaleVerdict:
+    return ScaleVerdict(
         outcome=ScaleOutcome.HELD,
         sentence=sentence,
         brake=brake.brake,

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from dlrover.core.scaling import allreduce, brakes, rules
 from dlrover.core.scaling.brakes import SERVERS, Promise
 from dlrover.core.scaling.evidence import batch_of
-from dlrover.core.scaling.facts import Facts
+from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.core.scaling.fit.model import Fit, cores_of, fit_servers, server_row
-from dlrover.core.scaling.rules import NodeSample, Sample
+from dlrover.core.scaling.rules import NodeSample, UseSample
 from dlrover.core.scaling.servers.plans import (
     cores_given,
     excess_of,
@@ -24,8 +24,8 @@ from dlrover.core.scaling.servers.plans import (
     measured_servers,
     watched,
 )
-from dlrover.core.scaling.state import Run, Scaling
-from dlrover.core.scaling.verdict import Verdict
+from dlrover.core.scaling.state import MeasuredRun, Scaling
+from dlrover.core.scaling.verdict import ScaleVerdict
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodePhase, NodeType
 from dlrover.protocol.messages.identity import PlatformId
@@ -33,11 +33,11 @@ from dlrover.protocol.messages.scaling import (
     Brake,
     Configuration,
     Optimizer,
-    Plan,
     PlannedGroup,
     PlannedNode,
     ScaleCandidate,
     ScaleOutcome,
+    SizePlan,
 )
 
 MOST_EVALUATIONS = 200
@@ -48,7 +48,7 @@ BUSY = 0.9
 """Share of its cores that a node must use for more of them to count."""
 
 
-class Option(NamedTuple):
+class ServerOption(NamedTuple):
     workers: int
     servers: int
     worker_cpu: float
@@ -63,7 +63,7 @@ class _Demand(NamedTuple):
     server: float
 
 
-def decide_numbers(state: JobState, known: Facts) -> Verdict:
+def decide_numbers(state: JobState, known: ScaleFacts) -> ScaleVerdict:
     scaling, configuration = state.scaling, known.configuration
     assert configuration is not None, "a brake holds what was not seen"
     fit = fit_servers(scaling.runs)
@@ -75,7 +75,7 @@ def decide_numbers(state: JobState, known: Facts) -> Verdict:
 # Rules of thumb.
 
 
-def _by_rules(state: JobState, known: Facts, configuration: Configuration, fit: Fit | None) -> Verdict:
+def _by_rules(state: JobState, known: ScaleFacts, configuration: Configuration, fit: Fit | None) -> ScaleVerdict:
     plan = _more_servers(state, known, configuration)
     if plan is not None:
         group = plan.group(NodeType.PS)
@@ -90,10 +90,10 @@ def _by_rules(state: JobState, known: Facts, configuration: Configuration, fit: 
     sentence = "The servers bear no more workers, or the user's numbers are reached."
     if known.slow_start:
         sentence = f"The servers stay, because {known.slow_start}; they bear no more workers."
-    return Verdict(outcome=ScaleOutcome.RESTED, sentence=sentence, kind=SERVERS, fit=fit)
+    return ScaleVerdict(outcome=ScaleOutcome.RESTED, sentence=sentence, kind=SERVERS, fit=fit)
 
 
-def _more_servers(state: JobState, known: Facts, configuration: Configuration) -> Plan | None:
+def _more_servers(state: JobState, known: ScaleFacts, configuration: Configuration) -> SizePlan | None:
     """§8.2, once in the life of a configuration that has never had more: what the limits allow, and worth a change (§8.6)."""
     fleet, scaling = state.fleet, state.scaling
     is_changeable = NodeType.PS in scaling.terms.types and not known.slow_start
@@ -105,14 +105,14 @@ def _more_servers(state: JobState, known: Facts, configuration: Configuration) -
         return None
     count = min(wanted.count, scaling.terms.most_servers)
     while count > replicas.target:
-        plan = Plan(groups=(PlannedGroup(node_type=NodeType.PS, count=count),))
+        plan = SizePlan(groups=(PlannedGroup(node_type=NodeType.PS, count=count),))
         if not excess_of(state, plan):
             return None if is_small_change(state, count * wanted.cpu) else plan
         count -= 1
     return None
 
 
-def _more_workers(state: JobState, configuration: Configuration) -> Plan | None:
+def _more_workers(state: JobState, configuration: Configuration) -> SizePlan | None:
     """§8.3 within the user's number of workers."""
     fleet = state.fleet
     if fleet is None or NodeType.WORKER not in state.scaling.terms.types:
@@ -123,16 +123,16 @@ def _more_workers(state: JobState, configuration: Configuration) -> Plan | None:
         return None
     count = wanted.count - configuration.count(NodeType.CHIEF)
     count = min(count, workers.spec.count, state.scaling.terms.most_workers)
-    return Plan(groups=(PlannedGroup(node_type=NodeType.WORKER, count=count),)) if count > workers.target else None
+    return SizePlan(groups=(PlannedGroup(node_type=NodeType.WORKER, count=count),)) if count > workers.target else None
 
 
-def sample_of(state: JobState) -> Sample | None:
+def sample_of(state: JobState) -> UseSample | None:
     """The newest run as the rules want it; None: there is none."""
     newest = state.scaling.newest
     return None if newest is None else _sample(state, newest.configuration)
 
 
-def _sample(state: JobState, configuration: Configuration) -> Sample:
+def _sample(state: JobState, configuration: Configuration) -> UseSample:
     newest = state.scaling.newest
     assert newest is not None, "a configuration was seen"
     servers = tuple(
@@ -144,16 +144,16 @@ def _sample(state: JobState, configuration: Configuration) -> Sample:
     each = NodeSample(
         -1, 0.0 if use is None else use.cpu, 0.0 if group is None else group.cpu, 0.0 if use is None else use.memory_mb
     )
-    return Sample(servers, (each,) * configuration.num_workers)
+    return UseSample(servers, (each,) * configuration.num_workers)
 
 
 # The fit.
 
 
-def _fitted(state: JobState, known: Facts, configuration: Configuration, fit: Fit) -> Verdict:
+def _fitted(state: JobState, known: ScaleFacts, configuration: Configuration, fit: Fit) -> ScaleVerdict:
     scaling = state.scaling
     run = next(run for run in reversed(scaling.runs) if run.configuration == configuration)
-    now = Option(
+    now = ServerOption(
         configuration.num_workers,
         configuration.count(NodeType.PS),
         _given(configuration, NodeType.WORKER) or _given(configuration, NodeType.CHIEF),
@@ -192,21 +192,23 @@ def _fitted(state: JobState, known: Facts, configuration: Configuration, fit: Fi
                 expected_speed=known.speed * ratio,
             )
     sentence = f"{text_of(now)} fit the job: nothing that was looked at pays."
-    return Verdict(outcome=ScaleOutcome.RESTED, sentence=sentence, kind=SERVERS, candidates=tuple(shown), fit=fit)
+    return ScaleVerdict(outcome=ScaleOutcome.RESTED, sentence=sentence, kind=SERVERS, candidates=tuple(shown), fit=fit)
 
 
-def search(state: JobState, known: Facts, fit: Fit, run: Run, now: Option) -> dict[Option, float]:
+def search(
+    state: JobState, known: ScaleFacts, fit: Fit, run: MeasuredRun, now: ServerOption
+) -> dict[ServerOption, float]:
     """Speed over present speed, of what was looked at."""
     batch = batch_of(run.configuration) / max(1, now.workers)
     demand = _Demand(_demand(run, NodeType.WORKER, now.worker_cpu), _demand(run, NodeType.PS, now.server_cpu))
 
-    def step_time(option: Option) -> float:
+    def step_time(option: ServerOption) -> float:
         worker_cpu = min(option.worker_cpu or math.inf, demand.worker)
         server_cpu = min(option.server_cpu or math.inf, demand.server)
         return fit.step_time(server_row(option.workers, option.servers, worker_cpu, server_cpu, batch))
 
     present = step_time(now)
-    seen: dict[Option, float] = {now: 1.0}
+    seen: dict[ServerOption, float] = {now: 1.0}
     frontier = [now]
     while frontier and len(seen) < MOST_EVALUATIONS:
         best = max(frontier, key=lambda option: (seen[option], option))
@@ -221,7 +223,7 @@ def search(state: JobState, known: Facts, fit: Fit, run: Run, now: Option) -> di
     return seen
 
 
-def _demand(run: Run, node_type: NodeType, given: float) -> float:
+def _demand(run: MeasuredRun, node_type: NodeType, given: float) -> float:
     """What a node of this type uses, if it leaves cores idle; all that it could get, if it does not."""
     used = cores_of(run, node_type)
     return used if not given or used < BUSY * given else math.inf
@@ -232,7 +234,7 @@ def _given(configuration: Configuration, node_type: NodeType) -> float:
     return 0.0 if group is None else group.cpu
 
 
-def _steps(state: JobState, known: Facts, one: Option, now: Option) -> list[Option]:
+def _steps(state: JobState, known: ScaleFacts, one: ServerOption, now: ServerOption) -> list[ServerOption]:
     terms, found = state.scaling.terms, []
     if NodeType.WORKER in terms.types:
         cap = _user_workers(state)
@@ -251,7 +253,7 @@ def _steps(state: JobState, known: Facts, one: Option, now: Option) -> list[Opti
     return [each for each in found if _is_server_part_worth_it(state, each, now)]
 
 
-def _is_server_part_worth_it(state: JobState, option: Option, now: Option) -> bool:
+def _is_server_part_worth_it(state: JobState, option: ServerOption, now: ServerOption) -> bool:
     """Servers stay as they are, or change by so much that it is worth a switch (§8.6)."""
     is_same = (option.servers, option.server_cpu) == (now.servers, now.server_cpu)
     return is_same or not option.server_cpu or not is_small_change(state, option.servers * option.server_cpu)
@@ -300,7 +302,7 @@ def _is_size_users(state: JobState) -> bool:
     return replica is not None and replica.resource.cpu >= rules.LEAST_VALID_CPU
 
 
-def _plan_of(state: JobState, configuration: Configuration, now: Option, option: Option) -> Plan:
+def _plan_of(state: JobState, configuration: Configuration, now: ServerOption, option: ServerOption) -> SizePlan:
     groups: list[PlannedGroup] = []
     nodes: list[PlannedNode] = []
     worker_cpu = option.worker_cpu if option.worker_cpu != now.worker_cpu else None
@@ -316,10 +318,10 @@ def _plan_of(state: JobState, configuration: Configuration, now: Option, option:
         groups.append(PlannedGroup(node_type=NodeType.PS, count=count, cpu=server_cpu))
     if server_cpu is not None:
         nodes += [PlannedNode(platform_node=node.platform_node, cpu=server_cpu) for node in measured_servers(state)]
-    return Plan(groups=tuple(groups), nodes=tuple(nodes))
+    return SizePlan(groups=tuple(groups), nodes=tuple(nodes))
 
 
-def _promise(state: JobState, plan: Plan, gain: float, now: Option, option: Option) -> Promise:
+def _promise(state: JobState, plan: SizePlan, gain: float, now: ServerOption, option: ServerOption) -> Promise:
     resources = _cores(option) / _cores(now)
     share = allreduce.SHARE[state.scaling.terms.scale_for]
     demanded = share * (resources - 1) * (1 if resources > 1 else allreduce.SHRINK)
@@ -335,11 +337,11 @@ def _promise(state: JobState, plan: Plan, gain: float, now: Option, option: Opti
     )
 
 
-def _cores(option: Option) -> float:
+def _cores(option: ServerOption) -> float:
     return option.workers * (option.worker_cpu or 1.0) + option.servers * (option.server_cpu or 1.0)
 
 
-def text_of(option: Option) -> str:
+def text_of(option: ServerOption) -> str:
     workers = f"{option.workers} workers" + (f" of {option.worker_cpu:g} cores" if option.worker_cpu else "")
     servers = f"{option.servers} servers" + (f" of {option.server_cpu:g} cores" if option.server_cpu else "")
     return f"{workers}, {servers}"

@@ -10,7 +10,7 @@ from dlrover.core.scaling import memory
 from dlrover.core.scaling.servers.plans import excess_of, measured_servers
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodeType
-from dlrover.protocol.messages.scaling import Plan, PlannedNode, ScaleMode
+from dlrover.protocol.messages.scaling import PlannedNode, ScaleMode, SizePlan
 
 
 class ShortServer(Struct, frozen=True, kw_only=True):
@@ -19,8 +19,8 @@ class ShortServer(Struct, frozen=True, kw_only=True):
     rank: int
     had_mb: int
     more_mb: int
-    found: memory.Forecast
-    plan: Plan
+    found: memory.MemoryForecast
+    plan: SizePlan
     is_possible: bool
     """It can get more, by the job's limits and the largest node."""
 
@@ -44,7 +44,7 @@ def short_server(state: JobState, seconds_left: float | None) -> ShortServer | N
     if not memory.is_danger(found, had):
         return None
     more = memory.more_for_server(found, had, scaling.terms.largest.memory_mb)
-    plan = Plan(nodes=(PlannedNode(platform_node=node.platform_node, memory_mb=more),))
+    plan = SizePlan(nodes=(PlannedNode(platform_node=node.platform_node, memory_mb=more),))
     is_possible = more > had and not excess_of(state, plan)
     return ShortServer(rank=node.rank, had_mb=had, more_mb=more, found=found, plan=plan, is_possible=is_possible)
 
