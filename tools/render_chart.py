@@ -14,7 +14,13 @@ from pathlib import Path
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 CHART = DEPLOY / "chart"
-FILES = ("roles/master.yaml", "roles/master-plans.yaml", "roles/operator.yaml", "roles/people.yaml", "operator/operator.yaml")
+FILES = (
+    "roles/master.yaml",
+    "roles/master-plans.yaml",
+    "roles/operator.yaml",
+    "roles/people.yaml",
+    "operator/operator.yaml",
+)
 VERSIONS = ("1.31.0", "1.33.0", "1.36.0")
 """Of Kubernetes: the oldest that has what the definitions need, one between, and the newest that we tested with."""
 HEADER = "# Rendered from deploy/chart by tools/render_chart.py; change the chart, not this file.\n"
