@@ -39,7 +39,10 @@ def main() -> int:
         )
         if (difference := recordings.first_difference(file.read_text(), say(), file.name))
     ]
-    print("\n".join(differing) or "Traces, what is told, lives, tables, journal, names, help and constants are as recorded.")
+    print(
+        "\n".join(differing)
+        or "Traces, what is told, lives, tables, journal, names, help and constants are as recorded."
+    )
     return 1 if differing else 0
 
 
