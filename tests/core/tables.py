@@ -24,10 +24,24 @@ from typing import Any
 import msgspec
 
 import dlrover.core
+from dlrover.core.check.cycle import CheckCycle
+from dlrover.core.check.state import NodeCheck
+from dlrover.core.data.dataset import Dataset
+from dlrover.core.decision import Decision
+from dlrover.core.fleet.fleet import Fleet, FleetNode
+from dlrover.core.job import Job
+from dlrover.core.membership.nodes import Node
+from dlrover.core.reactions import TABLES as TABLES_OF_REACTIONS
+from dlrover.core.scaling.state import Scaling
+from dlrover.core.state import JobState
+from dlrover.protocol.messages.job import Micros, NodeId, NodeRank, PlatformId, Round
+from tests.core.lives.stage import Apply, Stage, read_lives
 
 TABLES = Path(__file__).parents[1] / "referees" / "tables.txt"
 NUM_CALLS = 100
 DEEPEST = 6
+EACH_LIFE = 12
+"""So many lives give the state of one job."""
 SECONDS = (0, 1, 2, 5, 30, 60, 180, 300, 600, 1800, 3600)
 NUMBERS = (0, 1, 1, 2, 2, 3, 4, 5, 6, 8, 10, 64, 100, -1)
 FRACTIONS = (0.0, 0.05, 0.1, 0.4, 0.5, 0.9, 0.97, 1.0, 1.0, 1.5, 2.0, 3.0, 10.0, 60.0, 180.0, 300.0, 1000.0, -1.0)
@@ -43,10 +57,21 @@ class Maker:
     def __init__(self, chance: random.Random, numbers: Sequence[float]) -> None:
         self.chance = chance
         self.numbers = numbers
+        self.state: JobState | None = None
+        """That of a job under way, for functions that look at one."""
 
     def make(self, type_: Any, depth: int = 0) -> Any:
         chance = self.chance
-        if depth > DEEPEST:
+        if self.state is not None:
+            if type_ is JobState:
+                return self.state
+            if type_ is Decision:
+                later = chance.choice((0, 0, 1, 5_000_000, 61_000_000, 3_600_000_000))
+                return Decision.begin(self.state, Micros(self.state.now + later), TABLES_OF_REACTIONS)
+            there = _there(self.state, type_)
+            if there and chance.random() < 0.8:
+                return chance.choice(there)
+        if depth > DEEPEST or type_ in (JobState, Decision):
             raise CannotBuild(type_)
         if isinstance(type_, typing.NewType):
             if type_.__name__ == "Micros":
@@ -114,6 +139,43 @@ class Maker:
         raise CannotBuild(type_)
 
 
+def _there(state: JobState, type_: Any) -> list[Any]:
+    """Those of a kind that a job has."""
+    fleet = state.fleet
+    found: dict[Any, Iterable[Any]] = {
+        Node: state.nodes.live.values(),
+        NodeId: state.nodes.live,
+        NodeRank: state.nodes.holders,
+        Round: (state.rendezvous.round, state.rendezvous.next_round),
+        Dataset: state.data.datasets.values(),
+        Scaling: (state.scaling,),
+        NodeCheck: (state.check,),
+        CheckCycle: () if state.check.cycle is None else (state.check.cycle,),
+        Fleet: () if fleet is None else (fleet,),
+        FleetNode: () if fleet is None else fleet.nodes.values(),
+        PlatformId: () if fleet is None else fleet.nodes,
+    }
+    try:
+        return list(found.get(type_, ()))
+    except TypeError:  # a type that is no key
+        return []
+
+
+@functools.cache
+def snapshots() -> tuple[bytes, ...]:
+    """Of jobs under way: of each so many lives the end and the middle."""
+    found = []
+    for life in read_lives()[::EACH_LIFE]:
+        if isinstance(life.steps[0], Apply):
+            stage = Stage()
+            for number, step in enumerate(life.steps):
+                stage.play(step)
+                if number == len(life.steps) // 2:
+                    found.append(stage.job.encode())
+            found.append(stage.job.encode())
+    return tuple(found)
+
+
 @functools.cache
 def _fields_of(type_: type) -> tuple[tuple[str, bool, Any], ...]:
     """Name, whether it has no default, and type."""
@@ -136,6 +198,7 @@ class Function:
         self.named = {
             name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         }
+        self.is_about_job = any(hint in (JobState, Decision) for hint in self.hints.values())
         module = vars(importlib.import_module(call.__module__))
         self.constants = [
             value
@@ -175,12 +238,14 @@ def _has_values(class_: type) -> bool:
 
 def _is_makeable(function: Function) -> bool:
     hints = function.hints
-    forbidden = ("JobState", "Decision", "Watch", "Picture", "Path")
+    forbidden = ("Watch", "Picture", "Path", "ProgressLedger")
     if not hints or any(each in str(hint) for hint in hints.values() for each in forbidden):
         return False
     maker, num_made = Maker(random.Random(1), (1,)), 0
-    for _ in range(20):
+    for number in range(20):
         try:
+            if function.is_about_job:
+                maker.state = Job.decode(snapshots()[number]).state
             for hint in hints.values():
                 maker.make(hint)
             num_made += 1
@@ -200,8 +265,10 @@ def table_of(name: str, function: Function) -> str:
 def answers(name: str, function: Function) -> Iterator[bytes]:
     """Each with the arguments as they are then: it may have changed them."""
     maker = Maker(random.Random(name), function.constants or NUMBERS)
-    for _ in range(NUM_CALLS // 2 if function.is_method else NUM_CALLS):
+    for _ in range(NUM_CALLS // 2 if function.is_method or function.is_about_job else NUM_CALLS):
         try:
+            if function.is_about_job:
+                maker.state = Job.decode(maker.chance.choice(snapshots())).state
             made = {key: maker.make(hint) for key, hint in function.hints.items()}
         except (CannotBuild, ValueError, TypeError):
             continue
@@ -213,7 +280,12 @@ def answers(name: str, function: Function) -> Iterator[bytes]:
                 answer = list(answer)
         except Exception as error:  # what no job has: another mistake would be another one
             answer = type(error).__name__
-        yield _SAYER.encode((answer, list(made.values())))
+        changed = [_said_by(value) if isinstance(value, Decision) else value for value in made.values()]
+        yield _SAYER.encode((answer, changed))
+
+
+def _said_by(decision: Decision) -> tuple[object, ...]:
+    return decision.state, decision.effects, decision.verdicts, decision.is_unsettled
 
 
 def tables() -> str:

@@ -172,13 +172,21 @@ class Campaign:
     def _order(self, mutant: Mutant) -> list[Check]:
         """Transcripts, lives, tables and the tests of its room first. Of a mistake in a function only who comes there."""
         file = str(self._root / mutant.path)
-        reached = self._measured if self._is_imported(mutant) else self._who_reaches(mutant)
+        is_imported = self._is_imported(mutant)
+        reached = self._measured if is_imported else self._who_reaches(mutant)
         room = f"tests/core/{mutant.path.split('/')[-2]}/"
 
-        def nearness(check: Check) -> tuple[bool, bool, bool, float]:
+        def nearness(check: Check) -> tuple[bool, bool, bool, bool, float]:
             is_recording = "/referees/" in check.name
             is_near = kind_of(check.name) != "test" or check.name.startswith(room)
-            return check.is_simulated, not is_recording and file not in check.lines, not is_near, check.seconds
+            is_first = is_recording and is_imported  # it reads what bodies of modules define
+            return (
+                check.is_simulated,
+                not is_first,
+                not is_recording and file not in check.lines,
+                not is_near,
+                check.seconds,
+            )
 
         return affordable(sorted(reached, key=nearness))
 

@@ -29,7 +29,7 @@ from _pytest.runner import runtestprotocol
 TESTS = ("tests/core", "tests/simulator/test_found.py", "tests/referees/test_constants.py")
 SEEDS = range(1, 31)
 """Of the simulated jobs. There are recordings of 200; these few keep the price of a survivor at seconds."""
-TEST_SECONDS, SIMULATED_SECONDS = 6.0, 4.0
+TEST_SECONDS, SIMULATED_SECONDS = 12.0, 4.0
 """Of CPU time that the tests and the simulated jobs of one mutant may need. A mutant that is not caught by then counts as a survivor."""
 PATIENCE = 2.0
 """Seconds of CPU time on top of 10 times what a check needs on the real core. Then the mutant counts as one that never ends."""
