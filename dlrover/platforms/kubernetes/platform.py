@@ -92,7 +92,7 @@ class PodPlatform:
             own_addresses=True, can_limit_memory=True, can_cordon=can_cordon, knows_room=True
         )
         self._can_cordon = can_cordon
-        self._cordoned: list[str] = []  # type: ignore[valid-type]
+        self._cordoned: list[str] = []
         """Machines that this master has named."""
         self._timing = timing
         self._orders: OrderBook | None = None

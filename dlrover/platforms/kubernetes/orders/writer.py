@@ -120,7 +120,8 @@ class PlanWriter:
                 self._job.name, self._job.uid, self._job.namespace, epoch=self.epoch, number=number, work=work
             )
             name = names.plan_name(self._job.name, self.epoch, number)
-            waiting = self._open[name] = asyncio.get_running_loop().create_future()
+            waiting: asyncio.Future[PlanObject] = asyncio.get_running_loop().create_future()
+            self._open[name] = waiting
             try:
                 answer = await self._api.create(SCALE_PLANS, body, namespace=self._job.namespace)
                 if isinstance(answer, Conflict):

@@ -202,7 +202,7 @@ class Coordination:
     def _is_save_due(self) -> bool:
         conf = self._conf
         if conf.save_secs:
-            return time.monotonic() - self._saved_at >= conf.save_secs
+            return bool(time.monotonic() - self._saved_at >= conf.save_secs)
         return bool(conf.save_steps) and self._step - self._saved_step >= conf.save_steps
 
     def _park(self, number: int) -> None:

@@ -16,7 +16,7 @@ LOSS = "loss"
 GLOBAL_STEP = "global_step"
 
 
-class _StopAfter(v1.train.SessionRunHook):  # type: ignore[misc]
+class _StopAfter(v1.train.SessionRunHook):  # type: ignore[misc, name-defined]
     def __init__(self, steps: int) -> None:
         self._left = steps
 

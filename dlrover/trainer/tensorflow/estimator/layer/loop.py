@@ -57,7 +57,7 @@ class _Evaluator:
         return self._max_steps is not None and self.result is not None and self.result[GLOBAL_STEP] >= self._max_steps
 
 
-class _EvaluateAfterSaves(v1.train.CheckpointSaverListener):  # type: ignore[misc]
+class _EvaluateAfterSaves(v1.train.CheckpointSaverListener):  # type: ignore[misc, name-defined]
     """Not after the first save, which is before the first step; and not too often."""
 
     def __init__(self, evaluator: _Evaluator, throttle: float) -> None:
