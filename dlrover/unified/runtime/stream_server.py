@@ -109,7 +109,7 @@ class StreamServer:
 
     def _grant(self, feeder: str, life: int, most: int) -> list[tuple[int, int]]:
         now = self._clock()
-        taken = []
+        taken: list[tuple[int, int]] = []
         for number in sorted(self._steps):
             step = self._steps[number]
             for key in step.keys:

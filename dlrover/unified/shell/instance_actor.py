@@ -57,6 +57,7 @@ class InstanceActor:
         self._printed = PrintedLines()
         self._num_answers = 0
         self._is_idle = asyncio.Event()
+        self._is_ending = asyncio.Event()
         on_raylet_end(lambda: self.exit_process(1))
 
     # What the conductor asks for. Each may come twice.
@@ -82,6 +83,7 @@ class InstanceActor:
         """Give the entry point time to return, then leave."""
         if self._current is not None:
             self._current.ending.set()
+        self._is_ending.set()
         if self._wire is not None:
             self._wire.end()
         if self._over is not None:
@@ -169,13 +171,15 @@ class InstanceActor:
                 )
 
     async def _run(self) -> bytes:
+        if self._main is None:  # it serves calls until the job ends: its death is a failure, whenever it comes
+            await self._is_ending.wait()
+            return pack(InstanceEnd())
         return pack(await self._user.do(self._run_entry))
 
     def _run_entry(self) -> None:
         order = self._order
         assert order is not None
-        if self._main is None:
-            return
+        assert self._main is not None
         with joined(order, self._store) if order.process_group is not None else contextlib.nullcontext():
             result = self._main()
             if inspect.isawaitable(result):

@@ -23,8 +23,8 @@ class PrintedLines:
         self._lines: deque[tuple[bytes, bool]] = deque(maxlen=MAX_LINES)
         self._has_lines = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        sys.stdout = _Tee(sys.stdout, self, is_error=False)  # type: ignore[assignment]
-        sys.stderr = _Tee(sys.stderr, self, is_error=True)  # type: ignore[assignment]
+        sys.stdout = _Tee(sys.stdout, self, is_error=False)
+        sys.stderr = _Tee(sys.stderr, self, is_error=True)
 
     async def take(self) -> bytes:
         if not self._lines:
