@@ -44,7 +44,7 @@ class ClusterJob:
         conf class or the script.
         """
         self.directory = directory
-        self.name = f"tf-{directory.name}"[:40]
+        self.name = f"tf-{os.getpid()}-{directory.name}"[:40]  # another process may run such a job at the same time
         self.model_dir = directory / "model"
         self._log_dir = directory / "logs"
         self._output = directory / "output.txt"
