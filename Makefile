@@ -93,7 +93,7 @@ $(RAY_STAMP): $(STAMP)
 	@touch $@
 
 test-ray: $(RAY_STAMP) ## what needs a Ray cluster: a real one of several raylets on this machine
-	$(RAY_BIN)/python -m pytest tests/ray
+	$(RAY_BIN)/python -m pytest tests/ray tests/unified/api
 
 test-ray-oldest: .venv-ray-oldest/.installed ## the same with the oldest Ray that we support
 	.venv-ray-oldest/bin/python -m pytest tests/ray

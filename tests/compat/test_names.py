@@ -182,8 +182,8 @@ def test_old_paths_are_lazy_and_none_imports_grpc() -> None:
     assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
 
 
-def test_a_missing_entry_that_is_run_as_a_module_says_what_it_belongs_to() -> None:
+def test_an_old_entry_that_is_run_as_a_module_says_what_it_needs() -> None:
     command = [sys.executable, "-m", "dlrover.python.unified.driver.main"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "it belongs to jobs of several roles" in done.stderr
+    assert done.returncode == 2
+    assert "the JobConfig of the job as JSON" in done.stderr

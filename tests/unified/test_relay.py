@@ -67,6 +67,7 @@ async def relayed(tmp_path: Path) -> AsyncIterator[tuple[CallRelay, FakeWire, Re
         yield relay, wire, worker
     finally:
         worker.close()
+        await relay.close()
 
 
 def take_calls(worker: RelayWire) -> None:

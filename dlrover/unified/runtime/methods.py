@@ -109,6 +109,7 @@ class Methods:
         with self._lock:
             self._functions.clear()
             self._answers.clear()
+            self.on_change = lambda: None
 
     def answer(self, header: CallHeader, parts: Parts, name: str) -> Parts:
         """Raises `Raised`. Blocks as long as the method runs."""

@@ -71,7 +71,16 @@ class CallRelay:
         listener.bind(path)
         listener.listen()
         listener.setblocking(False)
+        self._listener = listener
         start(self._serve(listener), self._tasks)
+
+    async def close(self) -> None:
+        """Its workers' sockets, too."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
 
     async def answer(self, header: CallHeader, target: tuple[str, int, int], parts: Parts) -> Parts:
         """A call to a worker of this node. Raises `CalleeGone` or `Raised`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pydantic", reason="the extra `ray` is not installed")
+pytest.importorskip("omegaconf", reason="the extra `ray` is not installed: use `make test-ray`")
 
 from dlrover.python.unified.api.builder import DLJobBuilder, RLJobBuilder
 from dlrover.python.unified.common.config import DLConfig, JobConfig

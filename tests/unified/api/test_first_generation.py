@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("pydantic", reason="the extra `ray` is not installed")
+pytest.importorskip("omegaconf", reason="the extra `ray` is not installed: use `make test-ray`")
 
 from dlrover.python.unified.api.base import DLJobBuilder
 from dlrover.python.unified.api.rl import RLJobBuilder
