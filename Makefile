@@ -165,7 +165,7 @@ bench-diagnosis: $(STAMP) ## more than 250 faults of 38 kinds in jobs of four wo
 bench-goodput: $(STAMP) ## goodput with a worker killed every 30 s: ours, torchrun, dlrover 0.6.1 (about 35 minutes)
 	$(BIN)/python benchmarks/goodput.py --json goodput.json
 
-bench-kubernetes: $(STAMP) ## replaced pods, a thousand pods, lost masters, jobs that cannot run (about 20 minutes; lost masters need root)
+bench-kubernetes: $(STAMP) ## replaced pods, a thousand pods, lost masters, jobs that cannot run (about 10 minutes; lost masters need root)
 	$(BIN)/python benchmarks/kubernetes_client.py
 	$(BIN)/python benchmarks/kubernetes_pods.py
 	$(BIN)/python benchmarks/kubernetes_refusals.py
