@@ -1,8 +1,7 @@
 """
 API servers to test against, each a process: ours, and a real one beside an etcd of its own.
 
-`KUBEBUILDER_ASSETS` names the directory with `etcd` and `kube-apiserver`; `kube-controller-manager` is started too if it is there,
-and for whole jobs `kube-scheduler`.
+`KUBEBUILDER_ASSETS` names the directory with `etcd` and `kube-apiserver`; `kube-controller-manager` is started too if it is there.
 """
 
 from __future__ import annotations
@@ -157,18 +156,6 @@ def real(directory: Path) -> Iterator[Server]:
             stop=serving.kill,
             start=start,
         )
-
-
-@contextlib.contextmanager
-def scheduler(server: Server, directory: Path) -> Iterator[bool]:
-    """Kubernetes' own scheduler beside a real server, if there is one. False: somebody else has to place pods."""
-    binary = Path(os.environ.get("KUBEBUILDER_ASSETS", "")) / "kube-scheduler"
-    if not server.etcd or not binary.exists():
-        yield False
-        return
-    command = [str(binary), f"--kubeconfig={server.kubeconfig}", "--leader-elect=false", "--secure-port=0"]
-    with _process(command, directory / "scheduler.log"):
-        yield True
 
 
 def _etcd_command(assets: Path, directory: Path, url: str, peer_port: int) -> list[str]:
