@@ -28,7 +28,7 @@ CHANGES = (
 
 def test_other_numbers_of_parameter_servers_lose_no_step_and_no_record(start: StartJob) -> None:
     """Design 15.4: the save of a planned change is exact, and old servers leave when all have moved."""
-    job = start("--ps", "1", "--chief", "1", "--nodes", "2", records=16_000, pace=0.05, save_steps=100_000)
+    job = start("--ps", "1", "--chief", "1", "--nodes", "2", records=16_000, pace=0.3, save_steps=100_000)
     job.wait_for_verdict(TRAINS)
     for version, change in enumerate(CHANGES, start=2):
         for who in TRAINED:

@@ -90,7 +90,8 @@ class Steps(v1.train.SessionRunHook):
     def after_run(self, run_context, run_values):
         self.file.write(f"{time.time():.4f} {os.environ['DLROVER_CLUSTER_VERSION']} {int(run_values.results)}\n")
         hold("stepping")
-        time.sleep(PACE)
+        if not os.path.exists(os.path.join(DIRECTORY, "hurry")):  # the test has seen what it came for
+            time.sleep(PACE)
 
 
 class Restored(v1.train.SessionRunHook):
