@@ -132,16 +132,6 @@ def test_a_lost_chief_goes_back_to_its_last_checkpoint(start: StartJob) -> None:
     assert seen(job).tolist() == [1.0] * 2500
 
 
-def test_planned_changes_lose_no_record(start: StartJob) -> None:
-    job = begin(start, records=3000, pace=0.05, save_steps=100_000)
-    for version, count in ((1, 3), (2, 1)):
-        is_reading_on(job, version)
-        job.command("scale", "--replicas", f"ps={count}")
-        assert f"on {count} parameter servers" in job.wait_for_verdict(TRAINS, version + 1)
-    assert job.finish() == 0, job.output[-4000:]
-    assert seen(job).tolist() == [1.0] * 3000
-
-
 def test_a_stopped_server_is_named_and_replaced(start: StartJob) -> None:
     job = begin(start, records=100_000, pace=0.05)
     is_reading_on(job, 1)
@@ -150,21 +140,3 @@ def test_a_stopped_server_is_named_and_replaced(start: StartJob) -> None:
     is_reading_on(job, 2)
     job.close()
     assert not job.left_behind()
-
-
-def test_workers_that_come_later_join_with_the_next_version(start: StartJob) -> None:
-    job = begin(start, records=6000, pace=0.05, join=0)
-    is_reading_on(job, 1)
-    job.command("scale", "--replicas", "worker=3")
-    job.wait_for_verdict("worker-2 joins")
-    job.wait_for_verdict(TRAINS, 2)
-    assert "with 2 servers and 3 workers" in job.output
-    assert job.finish() == 0, job.output[-4000:]
-    assert seen(job).tolist() == [1.0] * 6000
-
-
-def test_a_program_that_cannot_be_built_ends_the_job_with_its_traceback(start: StartJob) -> None:
-    job = begin(start, fault="model")
-    assert job.finish() == 1
-    assert "this model cannot be built" in job.output
-    assert job.matching("The job ends \\(CodeError\\)")
