@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, structs
 
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.units import in_bytes
 from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec, check_spec
 from dlrover.unified.entry import EntryPointKind, check_entry, read_entry
 from dlrover.unified.layout import CPU, GPU, MEMORY, BundleLayout, RoleSize, Spread, lay_out
@@ -306,7 +307,7 @@ def _spec_of(role: Role) -> RoleSpec:
 
 
 def _demand(cpus: float, gpus: float, memory_mb: int, resources: Mapping[str, float]) -> dict[str, float]:
-    demand = {CPU: float(cpus), GPU: float(gpus), MEMORY: float(memory_mb * 2**20), **resources}
+    demand = {CPU: float(cpus), GPU: float(gpus), MEMORY: float(in_bytes(memory_mb)), **resources}
     for name, amount in demand.items():
         if not 0 <= amount < float("inf"):
             raise ConfigError(f"{name} must be 0 or more (got {amount}).")

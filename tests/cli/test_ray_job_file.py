@@ -59,7 +59,7 @@ def test_the_limits_of_the_job_hold_on_ray(read):
     worker = {"resources": {"cpu": 2, "gpu.intel.com": 1}}
     run = read({"resourceLimits": {"cpu": 8, "memory": "64Gi", "gpu": 4}}, worker)
     assert master_of(run).fleet.limits == Resource(cpu=8, memory_mb=65536, gpus=4)
-    with pytest.raises(ConfigError, match="cpu"):
+    with pytest.raises(ConfigError, match="ask for 4 cores, and the job's limit is 3"):
         read({"resourceLimits": {"cpu": 3}}, worker)
     with pytest.raises(ConfigError, match=r"spec\.resourceLimits: 'many'"):
         read({"resourceLimits": {"cpu": "many"}}, worker)

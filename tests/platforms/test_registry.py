@@ -26,7 +26,7 @@ def test_a_class_of_ones_own_is_found_by_its_module():
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("moon", "Known are fake, kubernetes, local, pyk8s"),
+        ("moon", "Known are fake, k8s, kubernetes, local, pyk8s"),
         ("no_such_module::Moon", "cannot be loaded"),
         ("dlrover.platforms.fake::Moon", "no class 'Moon'"),
         ("dlrover.platforms.base::Capabilities", "cannot be built by name"),

@@ -33,6 +33,7 @@ from dlrover.core.fleet import early_stop, life_cycle, parameter_servers, platfo
 from dlrover.core.fleet.fleet import Fleet
 from dlrover.core.fleet.replicas import FleetNode, ParameterServers
 from dlrover.core.membership import attaching, departures
+from dlrover.core.membership import commands as membership_commands
 from dlrover.core.membership.liveness import Liveness
 from dlrover.core.membership.nodes import Node, NodeLife, Nodes
 from dlrover.core.membership.rendezvous import Rendezvous
@@ -331,7 +332,7 @@ def trackers_go_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def ports_serve_two_rounds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rendezvous, "is_offer_used", lambda rdzv, node, offer: False)
+    patch.setattr(membership_commands, "is_offer_used", lambda rdzv, node, offer: False)
 
 
 def repeated_joins_prolong_the_call(patch: pytest.MonkeyPatch) -> None:
@@ -516,7 +517,7 @@ def test_a_pause_that_counts_as_waiting_is_noticed(monkeypatch: pytest.MonkeyPat
     faults = (
         Fault(at=300_000_000, kind="platform-refuses", pick=0, amount=0.99),
         Fault(at=301_000_000, kind="eviction", pick=0, amount=0.5),
-        Fault(at=400_000_000, kind="suspension", pick=0, amount=1.0),
+        Fault(at=400_000_000, kind="suspension", pick=1, amount=1.0),  # which releases no node
     )
     fleet = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=3)}, pending_timeout=600.0)
     shape = Shape(min_nodes=3, max_nodes=3, fleet=fleet, num_steps=600)

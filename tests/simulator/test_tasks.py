@@ -129,7 +129,7 @@ def leases_of_an_old_version_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         (books_stay_where_they_are, {"I3"}),
         (nobody_parks, {"cluster", "I3"}),
         (parking_has_no_end, {"cluster"}),
-        (saving_has_no_end, {"cluster"}),
+        (saving_has_no_end, {"cluster", "servers"}),
         (servers_are_kept, {"cluster", "I8"}),
         (a_lost_server_is_no_new_version, {"cluster", "I8", "I3"}),
         (a_lost_chief_restores_again, {"cluster", "I3", "core"}),

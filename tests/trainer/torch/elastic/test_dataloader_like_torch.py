@@ -169,7 +169,7 @@ def test_it_has_the_attributes_of_torchs_own_loader(name: str) -> None:
     theirs, _ = heard(lambda: DataLoader(*args, **options))
     seen = {name: value for name, value in vars(ours).items() if not name.startswith("_")}
     wanted = {name: value for name, value in vars(theirs).items() if not name.startswith("_")}
-    assert seen.keys() - wanted.keys() == {"config_file"}
+    assert seen.keys() - wanted.keys() == {"config_file", "script_batch_size"}
     assert wanted.keys() <= seen.keys()
     assert ours.multiprocessing_context is theirs.multiprocessing_context
     for name, value in wanted.items():
