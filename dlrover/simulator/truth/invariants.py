@@ -396,6 +396,8 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
     changed_at = job.state.scaling.changed_at
     if changed_at is not None and job.now - changed_at < sim.bound:
         return None  # a job that changes its size by itself, or follows its room, does so in calm times, too
+    if job.state.cluster is not None and not job.state.cluster.is_settled:
+        return None  # a coordinator that wants other workers begins a version in calm times, too
     for node in job.state.nodes.live.values():
         agent = sim.machines.agent_of(node.id)
         if agent is None or agent.incarnation != node.incarnation or not agent.can_speak:

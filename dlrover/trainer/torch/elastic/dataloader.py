@@ -143,7 +143,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         self._version = 0
         self._accumulation = 0
         self.script_batch_size: int | None = self.batch_size
-        """As the script gave it, whatever the file says since."""
+        """As the script gave it last, whatever the file says since."""
         self._most_records = 0
         """That a batch may have; 0: any number."""
         self._batches: ElasticBatchSampler | None = None
@@ -209,6 +209,8 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
                 "This loader has no batch size: it makes no batches, or its batch sampler has no batch_size."
             )
         else:
+            # The script's own word: what a step consists of follows it.
+            self.script_batch_size, self._most_records = batch_size, 0
             self._take_batch_size(batch_size)
 
     def load_config(self, config_file: str | os.PathLike[str] | None = None) -> None:

@@ -104,6 +104,8 @@ class ElasticTrainer:
         self._micro_batch_size = 0
         self._total_batch = 0
         """Records of one step, once it is known; it stays the same for any number of workers."""
+        self._script_size: int | None = None
+        """Of the script's batches when that was found."""
         self._guard: StepGuard | None = None
         """Made when the optimizer is known."""
         self.whole_state = self.state_dict()
@@ -207,8 +209,9 @@ class ElasticTrainer:
             return
         loader = self.dataloader
         is_elastic = isinstance(loader, ElasticDataLoader) and not self._micro_batch_size
-        if not self._total_batch:
-            script_size = loader.script_batch_size if is_elastic else None
+        script_size = loader.script_batch_size if is_elastic else None
+        if not self._total_batch or script_size != self._script_size:
+            self._script_size = script_size
             size = script_size or self._micro_batch_size or getattr(loader, "batch_size", None) or 0
             self._total_batch = int(size) * self.max_workers
         if is_elastic and self._total_batch:
