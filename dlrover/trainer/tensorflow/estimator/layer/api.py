@@ -4,6 +4,7 @@ What a script finds as `tf.estimator` on a TensorFlow that has none: `offer` put
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -74,7 +75,12 @@ def offer() -> None:
     if hasattr(tf, _NAME):
         return
     module = api()
-    for owner in (tf, tf.compat.v1, tf.compat.v2):
+    # `import tensorflow.compat.v1` finds another object than `tf.compat.v1`, if the import system made it first.
+    imported = {name: importlib.import_module(name) for name in ("tensorflow.compat.v1", "tensorflow.compat.v2")}
+    for name, owner in {"tensorflow": tf, **imported}.items():
+        setattr(owner, _NAME, module)
+        sys.modules[f"{name}.{_NAME}"] = module
+    for owner in (tf.compat.v1, tf.compat.v2):
         setattr(owner, _NAME, module)
         sys.modules[f"{owner.__name__}.{_NAME}"] = module
 
