@@ -41,6 +41,8 @@ _NODE_BITS = 26
 _KINDS = {
     "ClusterRole": (True, "clusterroles", False),
     "ClusterRoleBinding": (True, "clusterrolebindings", False),
+    "Role": (True, "roles", True),
+    "RoleBinding": (True, "rolebindings", True),
     "ConfigMap": (False, "configmaps", True),
     "CustomResourceDefinition": (True, "customresourcedefinitions", False),
     "ElasticJob": (True, "elasticjobs", True),

@@ -273,6 +273,16 @@ async def _bind(lab: Lab, role: dict[str, Any]) -> None:
         "subjects": [{"apiGroup": group, "kind": "User", "name": "operator"}],
     }
     lab.server.cluster.create("clusterrolebindings", "", binding, group=group)
+    published = yaml.safe_load_all((REPOSITORY / "deploy" / "operator" / "operator.yaml").read_text())
+    [election] = [each for each in published if each["kind"] == "Role"]
+    election["metadata"]["namespace"] = NAMESPACE  # the operator of these tests elects there
+    lab.server.cluster.create("roles", NAMESPACE, election, group=group)
+    holding = {
+        "metadata": {"name": "operator", "namespace": NAMESPACE},
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": election["metadata"]["name"]},
+        "subjects": binding["subjects"],
+    }
+    lab.server.cluster.create("rolebindings", NAMESPACE, holding, group=group)
 
 
 def _config_of(lab: Lab, token: str) -> Path:
