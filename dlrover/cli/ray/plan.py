@@ -369,7 +369,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="send this directory to each machine; the script is found in it",
     )
     add(
-        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all nodes; Ray never sees it"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for all nodes; Ray shows this command line, so name a secret only",
     )
     add("--detach", action="store_true", help="return when the job is submitted; `dlrover ray attach` shows it")
     return parser
