@@ -33,7 +33,6 @@ from dlrover.host.processes import look_up
 from dlrover.protocol.messages.spawning import ForkWorker
 from dlrover.trainer import environment
 from dlrover.trainer.worker import hooks as worker_hooks
-from dlrover.trainer.worker import quick_end
 
 EXIT_CANNOT_START = 127
 _COLD_CODE = (
@@ -304,8 +303,6 @@ def _end_badly(error: BaseException, stderr: tuple[int, ...]) -> NoReturn:
         # Has been shown; now the interpreter shall end the way it does for Ctrl-C: by the signal itself.
         sys.excepthook = _say_nothing
         raise error
-    if is_consequence:
-        quick_end.leave(1)
     sys.exit(1)
 
 

@@ -210,36 +210,6 @@ async def test_an_uncaught_exception_leaves_torchs_error_file(
     assert message["extraInfo"]["timestamp"].isdecimal()
 
 
-ENDING = """
-    import atexit, threading
-    class Loud:
-        def __del__(self): print("taken apart")
-    loud = Loud()
-    log = open({log!r}, "w")
-    log.write("in a buffer")
-    atexit.register(print, "at exit")
-    threading.Timer(0.05, print, ("thread",)).start()
-    print("script")
-    raise RuntimeError({error!r})
-"""
-
-
-@pytest.mark.parametrize(
-    ("error", "is_quick"), [("Connection closed by peer [127.0.0.1]:1", True), ("an error of the script", False)]
-)
-async def test_who_ends_because_another_one_is_lost_is_not_taken_apart_but_leaves_nothing_undone(
-    spawner: Spawner, tree: ProcessTree, tmp_path: Path, error: str, is_quick: bool
-) -> None:
-    log = tmp_path / "log"
-    script = write(tmp_path / "fail.py", textwrap.dedent(ENDING.format(log=str(log), error=error)))
-    ended = await run_worker(spawner, tree, script, scratch=tmp_path)
-    assert ended.code == 1
-    said = ["script", "thread", "at exit", *([] if is_quick else ["taken apart"])]
-    assert ended.stdout.splitlines() == said
-    assert f"RuntimeError: {error}" in ended.stderr
-    assert log.read_text() == "in a buffer"
-
-
 async def test_a_long_message_leaves_room_for_the_frames_in_the_error_file(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
