@@ -129,6 +129,7 @@ def start_and_wait_in_the_third_step(worker: Worker) -> subprocess.Popen[str]:
     process = worker.start("meets")
     worker.peer.num_ready = 2
     lines_until(process, "done 2")
+    worker.page.wait_while_ready(2, DEADLINE)
     worker.page.order = BreathOrder.OFFER
     assert worker.page.wait_for_answer(BreathAnswer.NONE, DEADLINE) is BreathAnswer.OFFERED
     step, _digest, _piece, can_finish = worker.page.offer
