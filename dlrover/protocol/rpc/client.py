@@ -435,12 +435,14 @@ _FINAL_CODES = {
 """Statuses that the same call would get again. All others may pass."""
 
 
-def error_of(code: grpc.StatusCode, details: str | None, address: str) -> Rejected | Unavailable:
+def error_of(
+    code: grpc.StatusCode, details: str | None, address: str, *, who: str = "master"
+) -> Rejected | Unavailable:
     text = details or code.name
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        text = f"what listens there is not a DLRover master ({text}). Check the address"
+        text = f"what listens there is not a DLRover {'master' if who == 'master' else 'service of this kind'} ({text}). Check the address"
     if code in _FINAL_CODES:
-        return Rejected(f"master at {address}: {text}", code=_FINAL_CODES[code])
+        return Rejected(f"{who} at {address}: {text}", code=_FINAL_CODES[code])
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         text = "no answer within the deadline"
-    return Unavailable(f"master at {address} is not reachable: {text}")
+    return Unavailable(f"{who} at {address} is not reachable: {text}")
