@@ -11,7 +11,6 @@ from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.brain import (
     AllowanceAsked,
     BrainQuestion,
-    CurvePoint,
     JobBegan,
     JobRef,
     NodeEnded,
@@ -57,7 +56,7 @@ def test_what_is_told_arrives_as_it_was() -> None:
         JobBegan(job=JobRef(uid="j" * 200)),
         JobBegan(job=JOB, name="n" * 200),
         AllowanceAsked(job=JOB, min_nodes=0, max_nodes=1),
-        AllowanceAsked(job=JOB, min_nodes=1, max_nodes=1, points=(CurvePoint(1, math.nan),)),
+        AllowanceAsked(job=JOB, min_nodes=1, max_nodes=1, remaining=math.nan),
         RunsTold(job=JOB, runs=tuple(a_run(number) for number in range(1, 258))),
     ],
 )

@@ -23,7 +23,7 @@ from dlrover.protocol.messages.fleet import NodeType, Resource, Strategy
 from dlrover.protocol.messages.frames import Refusal
 from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.messages.job import ExitReason
-from dlrover.protocol.messages.scaling import JobFacts, RunMeasured, ScaleDecision, SizePlan
+from dlrover.protocol.messages.scaling import JobFacts, RunMeasured, ScaleDecision, SizePlan, SpeedPoint
 
 MAX_NAME = 128
 MAX_SENTENCE_LENGTH = 1024
@@ -227,12 +227,6 @@ class SettingsAsked(Struct, tag=True, frozen=True, kw_only=True):
     job: JobRef
 
 
-class CurvePoint(Struct, frozen=True, array_like=True):
-    nodes: Annotated[int, Meta(ge=1, le=2**20)]
-    speed: Annotated[float, Meta(ge=0, le=1e18)]
-    """Records (or steps) per second, measured or forecast."""
-
-
 class AllowanceAsked(Struct, tag=True, frozen=True, kw_only=True):
     """How much of the cluster's room is for this job? Answered by `Allowance`."""
 
@@ -242,7 +236,7 @@ class AllowanceAsked(Struct, tag=True, frozen=True, kw_only=True):
     node_unit: Annotated[int, Meta(ge=1, le=2**20)] = 1
     nodes: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """That it has now."""
-    points: Annotated[tuple[CurvePoint, ...], Meta(max_length=MAX_CURVE_POINTS)] = ()
+    points: Annotated[tuple[SpeedPoint, ...], Meta(max_length=MAX_CURVE_POINTS)] = ()
     """Speed by nodes, the fewest nodes first. Empty: unknown; the job then gets its minimum and what others leave."""
     remaining: Annotated[float, Meta(ge=0, le=1e18)] = 0.0
     """Records (or steps) that are still to be done, in the unit of the speed; 0: unknown."""
