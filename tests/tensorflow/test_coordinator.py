@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,26 @@ def test_programs_may_be_of_either_keras(tmp_path: Path, package: str) -> None:
     assert any(value == pytest.approx(1.0, abs=0.5) for value in flat), flat
 
 
+def test_a_model_of_tf_keras_is_trained_by_its_fit(tmp_path: Path) -> None:
+    """Its epochs, metrics and callbacks, with the master's batches; stopped by a change in the middle, it goes on in the epoch that it was in."""
+    pytest.importorskip("tf_keras")
+    settings = {"keras": "tf_keras", "conf": "keras_conf.Conf", "records": 2000, "fit": 1}
+    first = play(tmp_path, park_at=100, **settings)
+    assert first["told"][-1] == ["over", None]
+    [saved] = [step for name, step in first["told"][-2:] if name == "ModelSaved"]
+    second = play(tmp_path, **settings)
+    assert second["told"][1] == ["ModelRestored", saved]
+    assert second["told"][-1] == ["ModelSaved", saved + 200]
+    iterations = [
+        value for name, value in second["values"].items() if name.startswith("model/optimizer/_iterations/.ATTR")
+    ]
+    assert iterations == [saved + 200], second["values"].keys()
+    epochs = [json.loads(line) for line in (tmp_path / "epochs.jsonl").read_text().splitlines()]
+    assert [each["epoch"] for each in epochs] == [*range(saved // 50), *range(saved // 50, saved // 50 + 4)]
+    assert epochs[-1]["loss"] < 0.1 < epochs[0]["loss"]
+    assert set(epochs[-1]) == {"epoch", "loss", "mae"}
+
+
 def begin(start: StartJob, *options: str, **environ: object) -> ClusterJob:
     return start("--ps", "2", "--chief", "1", "--nodes", "2", *options, conf=CONF, **environ)
 
@@ -97,7 +118,7 @@ def test_a_program_trains_to_the_end_of_its_data(start: StartJob) -> None:
 
 def test_lost_servers_cost_what_came_after_the_last_checkpoint(start: StartJob) -> None:
     """Saves of a coordinator are exact: whatever is lost, the model has learned from each record once."""
-    job = begin(start, records=3000, pace=0.05, save_steps=20)
+    job = begin(start, records=4000, pace=0.2, save_steps=20)
     for version in (1, 2):
         is_reading_on(job, version)
         job.wait_until("a checkpoint", lambda at=version: len(job.output.split("saved step")) > 2 * at)  # type: ignore[misc]
@@ -110,7 +131,7 @@ def test_lost_servers_cost_what_came_after_the_last_checkpoint(start: StartJob) 
 
 
 def test_a_lost_worker_comes_back_where_it_was(start: StartJob) -> None:
-    job = begin(start, records=2500, pace=0.05)
+    job = begin(start, records=2500, pace=0.2)
     is_reading_on(job, 1)
     job.kill("worker-0")
     job.wait_for_verdict("worker-0 starts again")
@@ -123,7 +144,7 @@ def test_a_lost_worker_comes_back_where_it_was(start: StartJob) -> None:
 
 
 def test_a_lost_chief_goes_back_to_its_last_checkpoint(start: StartJob) -> None:
-    job = begin(start, records=2500, pace=0.05)
+    job = begin(start, records=2500, pace=0.2)
     is_reading_on(job, 1)
     job.kill("chief-0")
     job.wait_for_verdict("the coordinator has started again")
@@ -133,10 +154,71 @@ def test_a_lost_chief_goes_back_to_its_last_checkpoint(start: StartJob) -> None:
 
 
 def test_a_stopped_server_is_named_and_replaced(start: StartJob) -> None:
-    job = begin(start, records=100_000, pace=0.05)
+    job = begin(start, records=100_000, pace=0.2)
     is_reading_on(job, 1)
     job.kill("ps-1", signal.SIGSTOP)
     assert "ps-1" in job.wait_for_verdict("is stopped \\(SIGSTOP\\)")
     is_reading_on(job, 2)
     job.close()
     assert not job.left_behind()
+
+
+def trained(job: ClusterJob, version: int) -> str:
+    """What the master says of the version that trains now."""
+    return job.wait_for_verdict(f"Version {version} trains")
+
+
+def test_planned_changes_lose_no_batch_and_no_record(start: StartJob) -> None:
+    """Servers 2 to 3 to 2 and an exchange: the save of each change is exact, and the next version begins with it."""
+    job = begin(start, records=6000, pace=0.3, save_steps=100_000)
+    changes = (
+        ("scale", "--replicas", "ps=3"),
+        ("scale", "--replicas", "ps=2"),
+        ("migrate", "--node", "ps-0", "--cpu", "1", "--memory-mb", "0"),
+    )
+    for version, change in enumerate(changes, start=2):
+        job.wait_for_steps("chief-0", 4, version=version - 1)
+        job.command(*change)
+        said = trained(job, version)
+        saved = job.matching(r"step \d+ is saved and the parameter servers change")[version - 2]
+        assert re.findall(r"step (\d+)", said) == re.findall(r"step (\d+) is saved", saved)
+    assert "on 3 parameter servers" in trained(job, 2)
+    assert job.finish() == 0, job.output[-4000:]
+    assert seen(job).tolist() == [1.0] * 6000
+
+
+def test_workers_that_come_later_join_after_a_save(start: StartJob) -> None:
+    """A strategy cannot be told of them, so they come with the next version."""
+    job = begin(start, records=6000, pace=0.3, save_steps=10, join=5)
+    is_reading_on(job, 1)
+    job.command("scale", "--replicas", "worker=3")
+    job.wait_until("three workers train", lambda: "with 2 servers and 3 workers" in job.output)
+    assert job.matching(r"of the cluster begins: .*worker-2.* joins")
+    assert job.finish() == 0, job.output[-4000:]
+    assert seen(job).tolist() == [1.0] * 6000
+
+
+def test_a_program_that_cannot_be_built_ends_the_job_with_its_traceback(start: StartJob) -> None:
+    job = start("--ps", "1", "--chief", "1", "--nodes", "1", conf=CONF, fault="model")
+    assert job.finish() == 1
+    assert "this model cannot be built" in job.output
+    assert "in train_step" in job.output
+    assert job.matching("The job ends \\(CodeError\\)")
+    assert len(job.matching("starts again")) <= 4
+
+
+def test_the_last_step_ends_the_training_before_the_data(start: StartJob) -> None:
+    job = start("--ps", "1", "--chief", "1", "--nodes", "1", conf=CONF, records=50_000, max_steps=30)
+    assert job.finish() == 0, job.output[-4000:]
+    assert int(checkpoint_values(newest_checkpoint(job.model_dir))[f"global_step{VALUE}"]) == 30
+    assert job.matching("were left unread: the last step or a hook of the user ended the training")
+
+
+def test_a_killed_master_changes_nothing_for_a_program(start: StartJob) -> None:
+    job = begin(start, records=4000, pace=0.2)
+    is_reading_on(job, 1)
+    job.kill_master()
+    job.wait_until("there is another master", lambda: "master_epoch=2" in job.master_log)
+    assert job.finish() == 0, job.output[-4000:]
+    assert len(job.matching(TRAINS)) == 1, "no other version"
+    assert seen(job).tolist() == [1.0] * 4000

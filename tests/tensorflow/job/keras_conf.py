@@ -1,6 +1,7 @@
 """A line fitted by Keras 3 or by `tf_keras`, with its optimizer, as a program of the coordinator."""
 
 import importlib
+import json
 import os
 
 import tensorflow as tf
@@ -23,12 +24,30 @@ class Points(ElasticReader):
         return (f"{number % 10 / 10},{3 * (number % 10) / 10 + 1}" for number in range(start_index, end_index))
 
 
+def epochs_into_file(keras):
+    """A callback of a user: the numbers of each epoch that `fit` has ended."""
+
+    def told(epoch, logs):
+        with open(os.path.join(os.environ["COORDINATED_DIR"], "epochs.jsonl"), "a") as file:
+            file.write(json.dumps({"epoch": epoch, **{name: float(value) for name, value in logs.items()}}) + "\n")
+
+    return keras.callbacks.LambdaCallback(on_epoch_end=told)
+
+
 def build(conf):
     keras = importlib.import_module(PACKAGE)
     model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="zeros")])
     model.build([None, 1])
     optimizer = keras.optimizers.Adam(0.1)
     optimizer.build(model.trainable_variables)
+
+    if os.environ.get("COORDINATED_FIT"):
+        model.compile(optimizer, loss="mse", metrics=["mae"])
+        return Program(
+            model=model,
+            inputs=lambda features: features["x"][:, None],
+            fit_options={"steps_per_epoch": 50, "epochs": 100, "callbacks": [epochs_into_file(keras)]},
+        )
 
     def train_step(features, label):
         with tf.GradientTape() as tape:

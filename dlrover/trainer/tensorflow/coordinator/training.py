@@ -34,6 +34,7 @@ from dlrover.protocol.messages.cluster import (
 )
 from dlrover.trainer import progress
 from dlrover.trainer.tensorflow.conf import CONTINUE, Conf
+from dlrover.trainer.tensorflow.coordinator import fitting
 from dlrover.trainer.tensorflow.coordinator.program import Program
 from dlrover.trainer.tensorflow.coordinator.serving import PARKED
 from dlrover.trainer.tensorflow.link import ClusterLink
@@ -46,8 +47,6 @@ log = logging.getLogger("dlrover.trainer.tensorflow")
 
 AHEAD = 2
 """Batches under way for each worker: one that it trains and one that waits for it."""
-_WORKER_PATIENCE = 60.0
-"""Seconds for all wanted workers to come. Those that come later join with the next version."""
 _LOOK = 0.2
 """Seconds that the reader waits for a shard before it settles what is under way: the rest of an epoch may wait for just that."""
 _FLUSH = 60.0
@@ -63,7 +62,7 @@ def train(conf: Conf, link: ClusterLink) -> None:
     view = link.wait_for(lambda view: bool(view.servers) and view.phase is not ClusterPhase.GATHERING)
     if view.restored_step is not None:
         renew(link, "the coordinator has started again")
-    view = _wait_for_workers(link)
+    view = _wait_for_workers(link, conf.worker_join_interval)
     try:
         Coordination(conf, link, view, _strategy(view, address)).run()
     except _LOST as error:
@@ -86,14 +85,16 @@ class Coordination:
         self._began_at = time.monotonic()
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         with strategy.scope():
-            program: Program = conf.build(conf)
+            self._program: Program = conf.build(conf)
+            if self._program.model is not None:
+                fitting.prepare(self._program)
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
-        self._checkpoint = tf.train.Checkpoint(global_step=self._steps, **program.objects)
+        self._checkpoint = tf.train.Checkpoint(global_step=self._steps, **self._program.objects)
         os.makedirs(conf.model_dir, exist_ok=True)
         self._manager = tf.train.CheckpointManager(
             self._checkpoint, conf.model_dir, max_to_keep=conf.keep_checkpoint_max, checkpoint_name=BASE_NAME
         )
-        self._run_batch = _batch_function(program, conf, self._steps, strategy)
+        self._run_batch = _batch_function(self._program, conf, self._steps, strategy)
         self._reader = conf.train_set.reader
         self._client: Any = None
         if isinstance(self._reader, ElasticReader):
@@ -104,6 +105,9 @@ class Coordination:
         """Number of records of each batch, and its result to come."""
         self._step = 0
         """Of the newest batch that is settled."""
+        self._result: Any = None
+        """Loss or metrics of it."""
+        self._has_read_all = False
         self._saved_step = -1
         """Of the newest checkpoint that this process knows."""
         self._saved_at = time.monotonic()
@@ -115,18 +119,13 @@ class Coordination:
             "chief-0 trains in version %d with %d servers and %d workers (pid %d)",
             self._link.where.cluster_version, len(self._link.view.servers), len(self._workers), os.getpid(),
         )  # fmt: skip
-        has_read_all = True
-        for batch in self._batches():
-            if self._conf.max_steps is not None and self._step + len(self._under_way) >= self._conf.max_steps:
-                has_read_all = False
-                break
-            scheduled = self._coordinator.schedule(self._run_batch, args=(tf.constant(batch),))
-            self._under_way.append((len(batch), scheduled))
-            if len(self._under_way) > AHEAD * len(self._workers):
-                self._settle_one()
-            self._look()
+        if self._program.model is None:
+            for batch in self._allowed_batches():
+                self._train(batch)
+        else:
+            fitting.fit(self._program, self._allowed_batches(), self._train, self._settle_all, self._step)
         self._settle_all()
-        if self._client is not None and not has_read_all:
+        if self._client is not None and not self._has_read_all:
             self._client.stop_early("the last step ended the training")
         self._save()
 
@@ -148,6 +147,22 @@ class Coordination:
         )
         if newest is None:
             self._save()  # a model that is lost before its first save would begin with other values
+
+    def _allowed_batches(self) -> Iterator[list[Any]]:
+        for batch in self._batches():
+            if self._conf.max_steps is not None and self._step + len(self._under_way) >= self._conf.max_steps:
+                return
+            yield batch
+        self._has_read_all = True
+
+    def _train(self, batch: list[Any]) -> Any:
+        """Schedule it, and settle those before it. Gives the newest result that is known."""
+        scheduled = self._coordinator.schedule(self._run_batch, args=(tf.constant(batch),))
+        self._under_way.append((len(batch), scheduled))
+        if len(self._under_way) > AHEAD * len(self._workers):
+            self._settle_one()
+        self._look()
+        return self._result
 
     def _batches(self) -> Iterator[list[Any]]:
         """Whoever waits for a shard settles meanwhile what is under way, and parks."""
@@ -179,15 +194,16 @@ class Coordination:
     def _settle_one(self) -> None:
         """Wait for the oldest batch and report it."""
         count, result = self._under_way.popleft()
-        step, _loss = result.fetch()
+        step, self._result = result.fetch()
         self._step = max(self._step, int(step))
         if self._client is not None:
             self._client.report_batch_done(count, step=self._step)
         progress.report(self._step)
 
-    def _settle_all(self) -> None:
+    def _settle_all(self) -> Any:
         while self._under_way:
             self._settle_one()
+        return self._result
 
     def _look(self) -> None:
         """After each batch that was scheduled: whether to save or to park."""
@@ -259,21 +275,22 @@ def _strategy(view: VersionView, address: str) -> Any:
 def _batch_function(program: Program, conf: Conf, steps: Any, strategy: Any) -> Any:
     columns, delimiter = list(conf.train_set.columns), conf.train_set.field_delim
     label_of(columns)
+    train_step = program.train_step or fitting.step_of(program)
 
     def run_batch(lines: Any) -> Any:
         features, label = decode(lines, columns, delimiter)
-        loss = strategy.run(program.train_step, args=(features, label))  # optimizers want the context of a replica
-        with tf.control_dependencies([loss]):
-            return steps.assign_add(1, read_value=True), loss
+        result = strategy.run(train_step, args=(features, label))  # optimizers want the context of a replica
+        with tf.control_dependencies(tf.nest.flatten(result)):
+            return steps.assign_add(1, read_value=True), result
 
     return tf.function(run_batch)
 
 
-def _wait_for_workers(link: ClusterLink) -> VersionView:
+def _wait_for_workers(link: ClusterLink, patience: float) -> VersionView:
     try:
-        return link.wait_for(lambda view: 0 < view.num_wanted_workers <= len(view.workers), _WORKER_PATIENCE)
+        return link.wait_for(lambda view: 0 < view.num_wanted_workers <= len(view.workers), patience)
     except TimeoutError:
-        log.warning("Not all workers came within %g s. The others join with the next version.", _WORKER_PATIENCE)
+        log.warning("Not all workers came within %g s. The others join with the next version.", patience)
         return link.wait_for(lambda view: bool(view.workers))
 
 
