@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import signal
 
@@ -38,6 +39,7 @@ def test_a_job_runs_to_the_end_of_its_data(start: StartJob) -> None:
 def test_a_lost_parameter_server_costs_what_came_after_the_last_checkpoint(start: StartJob) -> None:
     """Design 15.2 and 15.3: restored values are those of the checkpoint, bit by bit."""
     job = start("--ps", "2", "--chief", "1", "--nodes", "2", records=6000, pace=0.05, save_steps=20)
+    unseen: dict[int, list[int]] = {}
     for version in (1, 2):
         job.wait_for_verdict(TRAINS, version)
         job.wait_for_steps("chief-0", 12, version=version)
@@ -52,13 +54,35 @@ def test_a_lost_parameter_server_costs_what_came_after_the_last_checkpoint(start
         )
         assert f"the model of step {int(restored['step'])} " in said
         assert restored["count"] == 2
+        assert restored["table"].shape == (100_000, 16)
         assert np.array_equal(restored["table"].view(np.uint32), saved["counting/table"].view(np.uint32))
+        unseen[version + 1] = unseen_by(job, int(restored["step"]))
     assert job.finish() == 0, job.output[-4000:]
+    # What is read after a loss is exactly what the cut of the restored checkpoint does not have.
+    assert set(records_read(job, 2)) <= set(unseen[2])
+    assert sorted(records_read(job, 3)) == unseen[3]
+    assert set(records_read(job, 2)) & set(unseen[3]), "no record was read again, so nothing is shown"
     counts = seen(job)
     # What landed while a checkpoint was written may be in it and is read again: at least once, and seldom twice.
     assert counts.min() == 1.0
     assert counts.max() <= 3.0
     assert counts.mean() < 1.2
+
+
+def unseen_by(job: ClusterJob, step: int) -> list[int]:
+    """Numbers of the records that the checkpoint of this step has not seen, by what is stored beside it."""
+    stored = json.loads((job.model_dir / f"model.ckpt-{step}.dlrover.json").read_text())
+    [told] = json.loads(stored["data_state"])["datasets"].values()
+    # Of a range: its epoch, start and end.
+    returned = [number for each in told["ranges"] for number in range(each[1], each[2])]
+    return sorted([*returned, *range(told["cursor"] * told["shard_size"], told["dataset_size"])])
+
+
+def records_read(job: ClusterJob, version: int) -> list[int]:
+    """By chief and workers in this version."""
+    lines = [line.split() for path in job.directory.glob("read-*.txt") for line in path.read_text().splitlines()]
+    ranges = [(int(start), int(end)) for number, start, end in lines if int(number) == version]
+    return [number for start, end in ranges for number in range(start, end)]
 
 
 def test_workers_and_chief_may_be_lost_beside_living_variables(start: StartJob) -> None:

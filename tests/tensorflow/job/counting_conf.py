@@ -30,6 +30,9 @@ class Numbers(ElasticReader):
         self._data_nums = NUM_RECORDS
 
     def read_data_by_index_range(self, start_index, end_index):
+        name = f"read-{os.environ['DLROVER_TASK_TYPE']}-{os.environ['DLROVER_TASK_RANK']}.txt"
+        with open(os.path.join(DIRECTORY, name), "a") as file:
+            file.write(f"{os.environ['DLROVER_CLUSTER_VERSION']} {start_index} {end_index}\n")
         return (f"{number},1" for number in range(start_index, end_index))
 
 
