@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -136,6 +136,20 @@ test-tensorflow: $(TF_STAMP) $(NEWEST_TF_STAMP) ## parameter-server jobs with re
 	$(TF_VENV)/bin/python -m pytest tests/tensorflow
 	$(NEWEST_TF_VENV)/bin/python -m pytest tests/tensorflow --ignore tests/tensorflow/test_coordinator.py
 
+# Jobs on Ray and Kubernetes need three environments at once; this one only lies over them, TensorFlow's packages first.
+TF_CLUSTERS_VENV ?= .venv-tf-clusters
+TF_CLUSTERS_STAMP := $(TF_CLUSTERS_VENV)/.installed
+
+$(TF_CLUSTERS_STAMP): $(NEWEST_TF_STAMP) $(RAY_STAMP)
+	@test -x $(TF_CLUSTERS_VENV)/bin/python || $(NEWEST_TF_VENV)/bin/python -m venv --without-pip $(TF_CLUSTERS_VENV)
+	@for over in $(NEWEST_TF_VENV) $(RAY_VENV) $(VENV); do \
+	  $$over/bin/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])'; \
+	done > "$$($(TF_CLUSTERS_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	@touch $@
+
+test-tensorflow-clusters: $(TF_CLUSTERS_STAMP) ## parameter-server jobs on a Ray of three machines and on Kubernetes with processes as pods (about 2 minutes; the pods need root)
+	$(TF_CLUSTERS_VENV)/bin/python -m pytest tests/ray/test_parameter_servers.py tests/kubernetes/jobs/test_parameter_servers.py
+
 test-coordinator: $(NEWEST_TF_STAMP) ## the coordinator runtime on the newest TensorFlow (about 3 minutes; not all of it passes yet)
 	$(NEWEST_TF_VENV)/bin/python -m pytest tests/tensorflow/test_coordinator.py
 
@@ -214,4 +228,4 @@ licences: $(STAMP) ## write the licences of all pinned packages to docs/referenc
 	$(BIN)/python tools/dependencies.py licences
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest $(TF_VENV) $(NEWEST_TF_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest $(TF_VENV) $(NEWEST_TF_VENV) $(TF_CLUSTERS_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from dlrover.cli.master_command import build_parser, reset_options_without_effect
+from dlrover.cli.options.settings import read_settings
 from dlrover.cli.ray.job_file import read_job_file, run_job_file
 from dlrover.cli.ray.plan import RayRun
 from dlrover.master.config import MasterConfig
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages.fleet import NodeType, Resource
+from dlrover.protocol.messages.fleet import NodeType, Resource, Strategy
 from dlrover.protocol.messages.scaling import ScaleMode
 
 
@@ -53,6 +54,34 @@ def test_a_node_may_ask_for_an_accelerator_by_its_kubernetes_name(read):
     run = read({}, {"resource": {"cpu": 4, "memory": "8Gi", "nvidia.com/gpu": 2}})
     assert run.resource == Resource(cpu=4, memory_mb=8192, gpus=2)
     assert run.plan.summary == "2 nodes of 4 CPU, 2 GPU, 8192 MiB memory"
+
+
+def test_a_job_with_parameter_servers_has_nodes_of_all_types(tmp_path: Path):
+    """As the original's manifests: each type with its own size, and the same command for all."""
+    command = ["python", "-m", "dlrover.trainer.entry.local_entry", "--platform=RAY", "--conf=conf.TrainConf"]
+    template = {"spec": {"containers": [{"name": "main", "command": command}]}}
+    sizes = {"ps": {"cpu": 2, "memory": "4Gi"}, "master": {"cpu": 1}, "worker": {"cpu": 4}, "evaluator": {}}
+    replicas = {
+        name: {"replicas": 1, "resources": size, "restartCount": 2, "template": template, "autoScale": name == "ps"}
+        for name, size in sizes.items()
+    }
+    file = tmp_path / "job.json"
+    spec = {"distributionStrategy": "ParameterServerStrategy", "replicaSpecs": {**replicas, "dlrover-master": {}}}
+    file.write_bytes(msgspec.json.encode({"spec": spec}))
+    run = read_job_file(str(file), (), {}, job_name="filed")
+    fleet = master_of(run).fleet
+    assert fleet.strategy is Strategy.PS
+    assert {kind.value: (each.count, each.resource.cpu) for kind, each in fleet.replicas.items()} == {
+        "worker": (1, 4),
+        "ps": (1, 2),
+        "chief": (1, 1),
+        "evaluator": (1, 0),
+    }
+    assert master_of(run).scaling.types == (NodeType.PS,)
+    assert run.plan.summary == "1 worker, 1 ps, 1 chief, 1 evaluator; each worker 4 CPU"
+    _, settings = read_settings(run.plan.nodes.argv[3:], {"NODE_TYPE": "ps", "DLROVER_MASTER_ADDR": "h:1"})
+    assert settings.terms.strategy is Strategy.PS
+    assert settings.entry.args == (b"--platform=RAY", b"--conf=conf.TrainConf")
 
 
 def test_the_limits_of_the_job_hold_on_ray(read):
@@ -115,9 +144,21 @@ def test_options_of_the_master_without_effect_are_named():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        ("spec: {replicaSpecs: {server: {replicas: 1}, worker: {replicas: 1}}}", "there is no such type. Known are"),
+        ("spec: {replicaSpecs: {ps: {replicas: 1}}}", "replicaSpecs.worker is missing"),
+        ("spec: {replicaSpecs: {chief: {}, master: {}, worker: {}}}", "are the same type"),
+        ("spec: {replicaSpecs: {chief: {}, worker: {command: a.py}}}", "belong to a job with parameter servers"),
         (
-            "spec: {replicaSpecs: {ps: {replicas: 1}, worker: {replicas: 1}}}",
-            "replicas of type ps do not run on Ray yet",
+            "spec: {distributionStrategy: ParameterServerStrategy, replicaSpecs: {worker: {command: a.py}}}",
+            "needs spec.replicaSpecs.ps",
+        ),
+        (
+            "spec: {distributionStrategy: AllreduceStrategy, replicaSpecs: {ps: {}, worker: {command: a.py}}}",
+            "belong to a job with parameter servers",
+        ),
+        (
+            "spec: {replicaSpecs: {ps: {command: a.py}, worker: {command: b.py}}}",
+            "worker and ps have different commands",
         ),
         ("spec: {replicaSpecs: {}}", "names no nodes"),
         ("kind: ElasticJob", "no `spec`"),

@@ -1,4 +1,4 @@
-"""A real parameter-server job under `dlrover local`, its logs, and the ways to disturb it."""
+"""A real parameter-server job, what its models and its logs tell of it, and the ways to disturb it. Under `dlrover local` unless a test starts it elsewhere."""
 
 from __future__ import annotations
 
@@ -29,78 +29,35 @@ class Step(NamedTuple):
     step: int
 
 
-class ClusterJob:
-    def __init__(
-        self,
-        directory: Path,
-        *options: str,
-        conf: str = "counting_conf.Conf",
-        script: str = "",
-        cwd: Path = _JOB,
-        **environ: object,
-    ) -> None:
-        """
-        `options` of `dlrover local`; `--no-warm` and `--framework=tensorflow` among them go to the nodes. `script`: runs in place of a conf class. `environ`: for the
-        conf class or the script.
-        """
+class ShownJob:
+    """What the models of `job/` write into the directory, and what the processes print."""
+
+    def __init__(self, directory: Path, output: Path, process: subprocess.Popen[bytes] | None = None) -> None:
+        """`process`: of the job; None: none of this machine's says when it ends."""
         self.directory = directory
-        self.name = f"tf-{os.getpid()}-{directory.name}"[:40]  # another process may run such a job at the same time
         self.model_dir = directory / "model"
-        self._log_dir = directory / "logs"
-        self._output = directory / "output.txt"
-        of_nodes = [option for option in options if option in _OF_NODES]
-        command = [
-            sys.executable, "-m", "dlrover.cli.main", "local", *(option for option in options if option not in of_nodes),
-            "--netns", "off", "--job-name", self.name, "--log-dir", str(self._log_dir),
-            "--", *of_nodes, *([script] if script else ["-m", "dlrover.trainer.entry.local_entry", f"--conf={conf}"]),
-        ]  # fmt: skip
-        prefix = (script or conf).partition("_")[0].upper() if "_" in (script or conf) else "CTR"
-        own = {f"{prefix}_{name.upper()}": str(value) for name, value in {"dir": directory, **environ}.items()}
-        with open(self._output, "wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **own},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._output = output
+        self.process = process
 
     @property
     def output(self) -> str:
         return self._output.read_text(errors="replace")
 
     @property
-    def master_log(self) -> str:
-        path = self._log_dir / "master.log"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    @property
     def verdicts(self) -> list[str]:
-        """What the master decided, in its own words."""
-        lines = self.master_log.splitlines()
-        return [line.split(" verdict ", 1)[1] for line in lines if " verdict " in line]
-
-    def decided_at(self, text: str, count: int = 1) -> float:
-        """When the master decided that, in seconds since 1970."""
-        lines = [line for line in self.master_log.splitlines() if " verdict " in line]
-        found = [line for line in lines if re.search(text, line)][count - 1]
-        return datetime.strptime(found[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        """What the master decided, in its own words; empty where its log is not at hand."""
+        return []
 
     def wait_until(self, what: str, is_met: Callable[[], bool], timeout: float = PATIENCE) -> None:
         end_at = time.monotonic() + timeout
         while not is_met():
-            if self.process.poll() is not None and not is_met():
+            if self.process is not None and self.process.poll() is not None and not is_met():
                 raise AssertionError(f"the job ended ({self.process.returncode}) before {what}:\n{self.output[-4000:]}")
             if time.monotonic() > end_at:
-                raise AssertionError(f"not within {timeout:g} s: {what}\n" + "\n".join(self.verdicts))
+                raise AssertionError(
+                    f"not within {timeout:g} s: {what}\n" + "\n".join(self.verdicts) + self.output[-4000:]
+                )
             time.sleep(0.02)  # the log of another process has no event to wait for
-
-    def wait_for_verdict(self, text: str, count: int = 1) -> str:
-        self.wait_until(f"{text!r} x {count}", lambda: len(self.matching(text)) >= count)
-        return self.matching(text)[count - 1]
-
-    def matching(self, text: str) -> list[str]:
-        return [verdict for verdict in self.verdicts if re.search(text, verdict)]
 
     def wait_for_steps(self, who: str, count: int, *, version: int) -> None:
         self.wait_until(
@@ -143,6 +100,66 @@ class ClusterJob:
 
     def _marker(self, what: str, where: str) -> Path:
         return self.directory / f"{what}-{where}"
+
+
+class ClusterJob(ShownJob):
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        conf: str = "counting_conf.Conf",
+        script: str = "",
+        cwd: Path = _JOB,
+        **environ: object,
+    ) -> None:
+        """
+        `options` of `dlrover local`; `--no-warm` and `--framework=tensorflow` among them go to the nodes. `script`: runs in place of a conf class. `environ`: for the
+        conf class or the script.
+        """
+        self.name = f"tf-{os.getpid()}-{directory.name}"[:40]  # another process may run such a job at the same time
+        self._log_dir = directory / "logs"
+        of_nodes = [option for option in options if option in _OF_NODES]
+        command = [
+            sys.executable, "-m", "dlrover.cli.main", "local", *(option for option in options if option not in of_nodes),
+            "--netns", "off", "--job-name", self.name, "--log-dir", str(self._log_dir),
+            "--", *of_nodes, *([script] if script else ["-m", "dlrover.trainer.entry.local_entry", f"--conf={conf}"]),
+        ]  # fmt: skip
+        prefix = (script or conf).partition("_")[0].upper() if "_" in (script or conf) else "CTR"
+        own = {f"{prefix}_{name.upper()}": str(value) for name, value in {"dir": directory, **environ}.items()}
+        with open(directory / "output.txt", "wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **own},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        super().__init__(directory, directory / "output.txt", process)
+        self.process: subprocess.Popen[bytes] = process
+
+    @property
+    def master_log(self) -> str:
+        path = self._log_dir / "master.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def verdicts(self) -> list[str]:
+        """What the master decided, in its own words."""
+        lines = self.master_log.splitlines()
+        return [line.split(" verdict ", 1)[1] for line in lines if " verdict " in line]
+
+    def decided_at(self, text: str, count: int = 1) -> float:
+        """When the master decided that, in seconds since 1970."""
+        lines = [line for line in self.master_log.splitlines() if " verdict " in line]
+        found = [line for line in lines if re.search(text, line)][count - 1]
+        return datetime.strptime(found[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+    def wait_for_verdict(self, text: str, count: int = 1) -> str:
+        self.wait_until(f"{text!r} x {count}", lambda: len(self.matching(text)) >= count)
+        return self.matching(text)[count - 1]
+
+    def matching(self, text: str) -> list[str]:
+        return [verdict for verdict in self.verdicts if re.search(text, verdict)]
 
     def kill_master(self) -> None:
         [master] = [

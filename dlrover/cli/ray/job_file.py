@@ -1,8 +1,8 @@
 """
 `dlrover master --platform ray --job-spec FILE`: a job as the original's file describes it, on a Ray cluster.
 
-The option starts a host and below it a master; the master process itself knows nothing of Ray. Of the replica types only workers are
-understood so far. What they run stands in the file, or follows `--` on the command line.
+The option starts a host and below it a master; the master process itself knows nothing of Ray. A job of parameter servers has replicas of type ps,
+and chief and evaluator if it wants them; all of them run the same command. What they run stands in the file, or follows `--` on the command line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,8 @@ from dlrover.platforms.kubernetes.quantities import limits_of, resource_of
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 
+_FORMER_CHIEF = "master"
+"""As TensorFlow once called it."""
 _LAUNCHERS = ("dlrover-run", "torchrun")
 _SPEC_KEYS = (
     "replicaSpecs",
@@ -53,33 +55,21 @@ def read_job_file(
     replicas = spec.get("replicaSpecs")
     if not isinstance(replicas, dict) or not replicas:
         raise ConfigError(f"{path}: spec.replicaSpecs names no nodes. Give spec.replicaSpecs.worker.replicas.")
-    others = [name for name in replicas if name not in (NodeType.WORKER.value, "dlrover-master")]
-    if others:
-        raise ConfigError(f"{path}: replicas of type {', '.join(others)} do not run on Ray yet; only worker does.")
-    worker = replicas.get(NodeType.WORKER.value)
-    if not isinstance(worker, dict):
-        raise ConfigError(f"{path}: spec.replicaSpecs.worker is missing.")
-    _check_keys(worker, _REPLICA_KEYS, f"{path}: spec.replicaSpecs.worker")
-    count = _whole(worker.get("replicas", worker.get("replica", 1)), f"{path}: spec.replicaSpecs.worker.replicas")
-    resource = _resource(worker, path)
+    found = _training_types(replicas, path)
+    strategy = _strategy(spec, found, path)
+    kinds = {kind: _replica_spec(name, replica, path) for kind, (name, replica) in found.items()}
+    workers = kinds[NodeType.WORKER]
+    count = max(1, workers.count) if strategy is Strategy.PS else workers.count  # the chief may be all there is
     size = NodeSize(
         min_nodes=count,
         max_nodes=count,
         standby=0,
-        max_relaunches=_whole(worker.get("restartCount", 3), f"{path}: restartCount"),
-        resource=resource,
+        max_relaunches=workers.max_relaunches,
+        resource=workers.resource,
     )
     fleet = FleetSpec(
-        replicas={
-            NodeType.WORKER: ReplicaSpec(
-                count=count,
-                resource=resource,
-                max_relaunches=size.max_relaunches,
-                critical=str(worker.get("criticalNodes", "")),
-                priority=str(worker.get("priority", "")),
-            )
-        },
-        strategy=_strategy(spec, path),
+        replicas=kinds,
+        strategy=strategy,
         limits=_limits(spec, path),
         relaunch_always=relaunches_errors or FleetSpec(replicas={}).relaunch_always,
         pending_timeout=900.0 if pending_timeout is None else pending_timeout,
@@ -90,10 +80,16 @@ def read_job_file(
         vars(options).update({field: getattr(scaling, field) for field in OPTION_FIELDS})
     if options.auto_scale is None:
         options.auto_scale = OPTIMIZE_MODES[str(spec.get("optimizeMode", ""))].value
-    scaled_types = (NodeType.WORKER,) if _is_true(worker.get("autoScale", True), path) else ()
-    words = list(command) or _command_of(worker, path)
+    scaled_types = tuple(
+        kind
+        for kind, (name, replica) in found.items()
+        if _is_true(replica.get("autoScale", True), f"{path}: spec.replicaSpecs.{name}")
+    )
+    words = list(command) or _command_of(found, path)
+    if strategy is Strategy.PS:
+        words = ["--strategy=ps", *words]
     run = build_run(words, environ, size=size, options=options, fleet=fleet, scaled_types=scaled_types)
-    unused = _unused_fields(spec, worker)
+    unused = _unused_fields(spec, dict(found.values()))
     return msgspec.structs.replace(run, notes=(*run.notes, unused)) if unused else run
 
 
@@ -170,12 +166,44 @@ def _check_keys(found: Mapping[str, object], known: Sequence[str], where: str) -
             raise ConfigError(f"{where}.{name} is unknown. Known are {', '.join(known)}.")
 
 
-def _resource(worker: Mapping[str, object], path: str) -> Resource:
-    wanted = worker.get("resources", worker.get("resource", {})) or {}
+def _training_types(replicas: Mapping[str, object], path: str) -> dict[NodeType, tuple[str, Mapping[str, object]]]:
+    """Each type with the name and the fields that the file gives it, the workers' first. The master's own template is none of them."""
+    found: dict[NodeType, tuple[str, Mapping[str, object]]] = {}
+    for name, replica in replicas.items():
+        if name == "dlrover-master":
+            continue
+        where = f"{path}: spec.replicaSpecs.{name}"
+        if name not in (*NodeType, _FORMER_CHIEF):
+            raise ConfigError(f"{where}: there is no such type. Known are {', '.join((*NodeType, _FORMER_CHIEF))}.")
+        kind = NodeType.CHIEF if name == _FORMER_CHIEF else NodeType(name)
+        if kind in found:
+            raise ConfigError(f"{where} and {found[kind][0]} are the same type. Give one of them.")
+        if not isinstance(replica, dict):
+            raise ConfigError(f"{where} must be a map with replicas and resources.")
+        _check_keys(replica, _REPLICA_KEYS, where)
+        found[kind] = (name, replica)
+    if NodeType.WORKER not in found:
+        raise ConfigError(f"{path}: spec.replicaSpecs.worker is missing.")
+    return {NodeType.WORKER: found.pop(NodeType.WORKER), **found}
+
+
+def _replica_spec(name: str, replica: Mapping[str, object], path: str) -> ReplicaSpec:
+    where = f"{path}: spec.replicaSpecs.{name}"
+    return ReplicaSpec(
+        count=_whole(replica.get("replicas", replica.get("replica", 1)), f"{where}.replicas"),
+        resource=_resource(replica, where),
+        max_relaunches=_whole(replica.get("restartCount", 3), f"{where}.restartCount"),
+        critical=str(replica.get("criticalNodes", "")),
+        priority=str(replica.get("priority", "")),
+    )
+
+
+def _resource(replica: Mapping[str, object], where: str) -> Resource:
+    wanted = replica.get("resources", replica.get("resource", {})) or {}
     if isinstance(wanted, dict) and isinstance(wanted.get("requests", wanted.get("limits")), dict):
         wanted = wanted.get("requests") or wanted["limits"]
     if not isinstance(wanted, dict):
-        raise ConfigError(f"{path}: spec.replicaSpecs.worker.resources must be a map, such as {{cpu: 4, memory: 8Gi}}.")
+        raise ConfigError(f"{where}.resources must be a map, such as {{cpu: 4, memory: 8Gi}}.")
     # The name of the resource says what accelerator it is; Ray calls all of them GPU.
     return msgspec.structs.replace(resource_of(wanted), gpu_type="")
 
@@ -190,36 +218,66 @@ def _limits(spec: Mapping[str, object], path: str) -> Resource:
         raise ConfigError(f"{path}: spec.resourceLimits: {error}") from error
 
 
-def _unused_fields(spec: Mapping[str, object], worker: Mapping[str, object]) -> str:
+def _unused_fields(spec: Mapping[str, object], replicas: Mapping[str, Mapping[str, object]]) -> str:
     """A sentence about fields that are given and have no effect here; empty: there is none."""
-    where = "spec.replicaSpecs.worker"
     given = {
         "spec.enableElasticScheduling": not spec.get("enableElasticScheduling", True),
         "spec.enableDynamicSharding": not spec.get("enableDynamicSharding", True),
-        f"{where}.restartTimeout": bool(worker.get("restartTimeout")),
-        f"{where}.image": bool(worker.get("image")),
+        **{
+            f"spec.replicaSpecs.{name}.{field}": bool(replica.get(field))
+            for name, replica in replicas.items()
+            for field in ("restartTimeout", "image")
+        },
     }
     names = [name for name, is_given in given.items() if is_given]
     return f"Without effect on Ray: {', '.join(names)}." if names else ""
 
 
-def _is_true(value: object, path: str) -> bool:
+def _is_true(value: object, where: str) -> bool:
     if not isinstance(value, bool | str):
-        raise ConfigError(f"{path}: spec.replicaSpecs.worker.autoScale must be true or false (got {value!r}).")
+        raise ConfigError(f"{where}.autoScale must be true or false (got {value!r}).")
     return is_true_text(value)
 
 
-def _strategy(spec: Mapping[str, object], path: str) -> Strategy:
-    text = spec.get("distributionStrategy", Strategy.ALLREDUCE.value)
+def _strategy(spec: Mapping[str, object], kinds: Collection[NodeType], path: str) -> Strategy:
+    """Absent: by the types."""
+    has_servers = NodeType.PS in kinds
+    text = spec.get("distributionStrategy", Strategy.PS.value if has_servers else Strategy.ALLREDUCE.value)
+    if text == Strategy.PS.value and not has_servers:
+        raise ConfigError(f"{path}: distributionStrategy {text} needs spec.replicaSpecs.ps.")
+    if text in (Strategy.PS.value, Strategy.CUSTOM.value) and has_servers:
+        return Strategy.PS
+    others = [kind.value for kind in kinds if kind is not NodeType.WORKER]
+    if others:
+        raise ConfigError(
+            f"{path}: replicas of type {', '.join(others)} belong to a job with parameter servers. Give {Strategy.PS.value} and replicas of type ps."
+        )
     if text not in (Strategy.ALLREDUCE.value, Strategy.CUSTOM.value):
-        raise ConfigError(f"{path}: distributionStrategy {text} does not run on Ray yet. Use AllreduceStrategy.")
+        raise ConfigError(f"{path}: distributionStrategy {text} does not run on Ray. Use {Strategy.ALLREDUCE.value}.")
     return Strategy.ALLREDUCE
 
 
-def _command_of(worker: Mapping[str, object], path: str) -> list[str]:
-    found: object = worker.get("command")
-    arguments: object = worker.get("args", [])
-    template = worker.get("template")
+def _command_of(found: Mapping[NodeType, tuple[str, Mapping[str, object]]], path: str) -> list[str]:
+    """All nodes run the same. Raises `ConfigError` for types that say different things."""
+    commands = {name: words for name, replica in found.values() if (words := _replica_command(replica))}
+    if not commands:
+        raise ConfigError(
+            f"{path}: nothing says what the workers run. Give spec.replicaSpecs.worker.command, or put the script after `--`."
+        )
+    first = next(iter(commands))
+    other = next((name for name, words in commands.items() if words != commands[first]), "")
+    if other:
+        raise ConfigError(
+            f"{path}: {first} and {other} have different commands. On Ray all nodes of a job run the same: the type of a node says what it does."
+        )
+    return commands[first]
+
+
+def _replica_command(replica: Mapping[str, object]) -> list[str]:
+    """Empty: nothing says it."""
+    found: object = replica.get("command")
+    arguments: object = replica.get("args", [])
+    template = replica.get("template")
     if found is None and isinstance(template, dict):
         containers = (template.get("spec") or {}).get("containers") or [{}]
         found, arguments = containers[0].get("command"), containers[0].get("args", [])
@@ -230,10 +288,6 @@ def _command_of(worker: Mapping[str, object], path: str) -> list[str]:
         words and os.path.basename(words[0]).startswith("python")
     ):
         words = words[1:]
-    if not words:
-        raise ConfigError(
-            f"{path}: nothing says what the workers run. Give spec.replicaSpecs.worker.command, or put the script after `--`."
-        )
     return words
 
 

@@ -30,7 +30,7 @@ from dlrover.platforms.ray.node_actor import TOKEN_WORD
 from dlrover.platforms.ray.placement import Placement, demand_of
 from dlrover.platforms.ray.starter import RayNodes
 from dlrover.protocol.errors import ConfigError, Rejected
-from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource
+from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages.scaling import ScaleTerms
 
 PROGRAM = "dlrover ray run"
@@ -148,7 +148,7 @@ def build_run(
         job_uid=job_uid,
         job_name=name,
         nodes=nodes,
-        summary=_summary(size, demand_of(size.resource, extra)),
+        summary=_summary(size, fleet, demand_of(size.resource, extra)),
         master=_master(name, settings, fleet, scaling.terms),
         journal=settings.journal,
         has_variables=bool(variables),
@@ -249,9 +249,12 @@ def _master(name: str, settings: Settings, fleet: FleetSpec, scaling: ScaleTerms
     )
 
 
-def _summary(size: NodeSize, demand: Mapping[str, float]) -> str:
+def _summary(size: NodeSize, fleet: FleetSpec, demand: Mapping[str, float]) -> str:
     from dlrover.platforms.ray.placement import describe
 
+    if fleet.strategy is Strategy.PS:
+        kinds = ", ".join(f"{replica.count} {kind.value}" for kind, replica in fleet.replicas.items() if replica.count)
+        return f"{kinds}; each worker {describe(demand)}"
     nodes = f"{size.min_nodes}" if size.min_nodes == size.max_nodes else f"{size.min_nodes} to {size.max_nodes}"
     standby = f" and {size.standby} standby" if size.standby else ""
     return f"{nodes} nodes{standby} of {describe(demand)}"

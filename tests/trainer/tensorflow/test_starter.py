@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from dlrover.cli.options.settings import read_settings
-from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import Strategy
 from dlrover.trainer.tensorflow.starter import get_parsed_args, main, node_command
 from dlrover.trainer.worker.tf_ray_worker import TFRayWorker
@@ -75,6 +74,20 @@ def test_a_node_of_a_platform_becomes_its_agent_first(environ: dict[str, str], l
     assert command[4:-4] == limits
 
 
-def test_tensorflow_on_ray_is_refused() -> None:
-    with pytest.raises(ConfigError, match="do not run on Ray yet"):
-        TFRayWorker(None)
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is installed here")
+def test_a_worker_of_ray_works_in_a_thread_and_its_health_check_tells_of_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in os.environ if name.startswith("DLROVER_")]:
+        monkeypatch.delenv(name)
+    worker = TFRayWorker({"conf": "conf.TrainConf", "task_type": "chief", "task_id": 0, "mock": False})
+    assert worker.join(120)
+    with pytest.raises(RuntimeError, match=r"its process ended with 2:\n.*dlrover\[tensorflow-estimator\]"):
+        worker.health_check()
+
+
+def test_a_mocked_worker_of_ray_starts_nothing() -> None:
+    worker = TFRayWorker(get_parsed_args(["--mock=True", "--task_type=ps"]))
+    assert worker.join(0)
+    assert worker.health_check() == "OK"
+    assert worker.args["task_type"] == "ps"
