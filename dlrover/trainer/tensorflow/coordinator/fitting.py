@@ -50,6 +50,7 @@ def fit(
 
     def train_function(_iterator: Any) -> Any:
         nonlocal following
+        assert following is not None, "fit made a step after it was told to stop"
         metrics = train(following)
         following = next(batches, None)
         if following is None:  # known one batch ahead: no epoch begins that would have none
