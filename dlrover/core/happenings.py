@@ -134,7 +134,9 @@ class FleetDefined(Struct):
     spec: FleetSpec
     """As people gave it."""
     replicas: dict[NodeType, ReplicaSpec]
-    """Answer: with sizes for the types that have none."""
+    """Answer: with the numbers and sizes to begin with."""
+    first_workers: int = 0
+    """Answer: so many workers of a world are wanted at first; 0: all."""
 
 
 class TargetMoved(NamedTuple):

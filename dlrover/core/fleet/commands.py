@@ -51,7 +51,6 @@ from dlrover.protocol.messages.fleet import (
 from dlrover.protocol.messages.job import Done, NodeId, PlatformId, Reply
 from dlrover.protocol.messages.job_limits import excess_as_defined
 from dlrover.protocol.messages.requests import MAX_REASON, RelaunchNode
-from dlrover.protocol.messages.scaling import ScaleMode
 
 T = TypeVar("T", FleetSpec, Resource)
 
@@ -89,7 +88,7 @@ def _new_fleet(decision: Decision, spec: FleetSpec) -> Fleet:
     for node_type in _ORDER:
         replica = kinds.get(node_type)
         if replica is not None:
-            fleet.replicas[node_type] = _replicas_of(decision, spec, node_type, replica)
+            fleet.replicas[node_type] = _replicas_of(decision, defined, node_type, replica)
     for node_type, replicas in fleet.replicas.items():
         for rank in range(replicas.target):
             node = targets.want_new(fleet, node_type, rank)
@@ -112,14 +111,6 @@ def _with_chief(strategy: Strategy, kinds: dict[NodeType, ReplicaSpec]) -> dict[
     return kinds
 
 
-def _first_count(decision: Decision, spec: FleetSpec, replica: ReplicaSpec) -> int:
-    """A world that finds its own size begins small."""
-    scaling = decision.state.scaling
-    start = scaling.terms.nodes_start
-    is_own = scaling.mode is ScaleMode.ON and NodeType.WORKER in scaling.terms.types
-    return min(replica.count, start) if is_own and start and spec.strategy is Strategy.ALLREDUCE else replica.count
-
-
 def _with_count(spec: ReplicaSpec, count: int) -> ReplicaSpec:
     return ReplicaSpec(
         count=count,
@@ -130,9 +121,11 @@ def _with_count(spec: ReplicaSpec, count: int) -> ReplicaSpec:
     )
 
 
-def _replicas_of(decision: Decision, spec: FleetSpec, node_type: NodeType, replica: ReplicaSpec) -> Replicas:
-    num_standby = spec.standby if node_type is NodeType.WORKER and spec.strategy is Strategy.ALLREDUCE else 0
-    count = _first_count(decision, spec, replica) if node_type is NodeType.WORKER else replica.count
+def _replicas_of(decision: Decision, defined: FleetDefined, node_type: NodeType, replica: ReplicaSpec) -> Replicas:
+    spec = defined.spec
+    is_of_world = node_type is NodeType.WORKER and spec.strategy is Strategy.ALLREDUCE
+    num_standby = spec.standby if is_of_world else 0
+    count = min(replica.count, defined.first_workers or replica.count) if is_of_world else replica.count
     replicas = Replicas(spec=replica, target=count + num_standby)
     budget = min(replica.max_relaunches, relaunch.MAX_BUDGET)
     if node_type is NodeType.WORKER:

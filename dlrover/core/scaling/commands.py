@@ -12,11 +12,10 @@ from msgspec.structs import replace
 from dlrover.core.decision import Answers, Decision, Handlers
 from dlrover.core.happenings import FleetDefined, WorkersFailed
 from dlrover.core.outcome import Deadline, NotYet
-from dlrover.core.scaling import acting, evidence, facts, memory, tuning
+from dlrover.core.scaling import acting, beginning, evidence, facts, memory, tuning
 from dlrover.core.scaling.acting import TOPIC
 from dlrover.core.scaling.report import status_of
 from dlrover.core.scaling.servers import short_memory
-from dlrover.core.scaling.servers.start import first_sizes
 from dlrover.core.state import JobState
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, malformed
@@ -135,7 +134,13 @@ def _plan_offered(command: PlanOffered, decision: Decision) -> Reply:
     _check_plan(command)
 
     command = _as_decoded(command)
-    acting.look(decision, replace(command, sentence=command.sentence[:MAX_SENTENCE], source=command.source[:64]))
+    command = replace(command, sentence=command.sentence[:MAX_SENTENCE], source=command.source[:64])
+    if decision.state.fleet is None and decision.state.terms is None:
+        decision.state.scaling.start = command.plan
+        why = f": {command.sentence}" if command.sentence else "."
+        decision.say(f"The job begins as {command.source} proposes{why}")
+    else:
+        acting.look(decision, command)
     return Done()
 
 
@@ -177,10 +182,10 @@ def _as_decoded(value: T) -> T:
 
 
 def on_fleet_defined(decision: Decision, defined: FleetDefined) -> None:
-    """A job with servers that scales itself gets first sizes for the types that have none (spec 07 §9.1)."""
-    scaling, spec = decision.state.scaling, defined.spec
-    if spec.strategy is Strategy.PS and scaling.mode is ScaleMode.ON and scaling.terms.gives_sizes:
-        defined.replicas = first_sizes(scaling.terms, spec)
+    """A job that scales itself begins as former jobs propose; one with servers gets first sizes for the types that have none (spec 07 §9.1)."""
+    scaling = decision.state.scaling
+    defined.replicas = beginning.first_replicas(scaling, defined.spec)
+    defined.first_workers = beginning.first_nodes(scaling)
 
 
 def on_terms_set(decision: Decision) -> None:
@@ -188,12 +193,12 @@ def on_terms_set(decision: Decision) -> None:
     state, scaling = decision.state, decision.state.scaling
     if state.terms is None or state.fleet is None or scaling.target is not None or scaling.mode is not ScaleMode.ON:
         return
-    limits, start = state.terms.limits, scaling.terms.nodes_start
+    limits, start = state.terms.limits, beginning.first_nodes(scaling)
     is_changeable = limits.min_nodes < limits.max_nodes and NodeType.WORKER in scaling.terms.types
     if start and is_changeable and state.rendezvous.world is None and facts.is_world(state):
         start -= start % limits.node_unit
         scaling.target = min(max(limits.min_nodes, start), limits.max_nodes)
-        if scaling.target > scaling.terms.nodes_start:
+        if scaling.target > start:
             decision.announce(decision.on.job_scaled, scaling.target)
 
 

@@ -90,6 +90,8 @@ class Scaling(Struct, kw_only=True):
     """Now: a person's word counts more than the terms."""
     target: int | None = None
     """Nodes that the world shall have, between the job's minimum and maximum; None: the maximum."""
+    start: SizePlan | None = None
+    """With what former jobs propose to begin; None: nothing was proposed."""
     runs: list[MeasuredRun] = []
     """The least recent first."""
     newest: RunMeasured | None = None

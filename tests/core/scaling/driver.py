@@ -47,11 +47,13 @@ from dlrover.protocol.messages.scaling import (
     Configuration,
     DefineScaling,
     GroupSize,
+    PlanOffered,
     RoomSeen,
     RunMeasured,
     ScaleMode,
     ScaleTerms,
     ScalingStatus,
+    SizePlan,
 )
 
 START = Micros(0)
@@ -86,6 +88,8 @@ class Driver:
     limits: Resource = field(default_factory=Resource)
     resource: Resource = field(default_factory=Resource)
     is_platform_quick: bool = True
+    start_plan: SizePlan | None = None
+    """Offered before the fleet is defined."""
     now: Micros = START
     number: int = 0
     agents: dict[NodeId, Incarnation] = field(default_factory=dict)
@@ -104,6 +108,8 @@ class Driver:
         terms = replace(self.terms, nodes_start=self.start or self.min_nodes)
         self.do(MasterStarted(1, "a-job"))
         self.do(DefineScaling(terms=terms))
+        if self.start_plan is not None:
+            self.do(PlanOffered(plan=self.start_plan))
         replicas = {NodeType.WORKER: ReplicaSpec(count=self.fleet_count or self.max_nodes, resource=self.resource)}
         self.do(DefineFleet(spec=FleetSpec(replicas=replicas, limits=self.limits)))
         self.do(NodesListed(nodes=()))
