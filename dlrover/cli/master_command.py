@@ -32,6 +32,7 @@ from dlrover.cli.launch.launcher import EXIT_USAGE, Programs
 from dlrover.cli.launch.processes import SignalInbox
 from dlrover.cli.launch.runtime_dir import NodeDirectory, user_root
 from dlrover.cli.node_types import read_fleet
+from dlrover.cli.options.brain_settings import add_brain_options, brain_of
 from dlrover.cli.options.environment import Environment, read_environment
 from dlrover.cli.options.scaling_settings import OPTION_FIELDS, add_scaling_options, scaling_of
 from dlrover.cli.options.settings import check_operators, check_plugin, watch_terms
@@ -170,6 +171,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
                 _cluster_wish(options, environment, master_port.port, token, journal), os.environ
             )
             fleet, platform_options, job_uid, token = start.fleet, start.platform_options, start.job_uid, start.token
+        brain, brain_notes = brain_of(options, os.environ, user=environment.user, namespace=options.namespace)
         token_file = directory.write("token", (token or directory.share_token()).encode())
         config = MasterConfig(
             job_name=options.job_name,
@@ -194,6 +196,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             job_uid=job_uid,
             fleet=fleet,
             scaling=_scaling(options, start) if fleet is not None else None,
+            brain=brain,
             end_file=os.path.join(directory.path, "end.json") if is_in_cluster else "",
             watch=_watch(options),
             **msgspec.structs.asdict(_watching(options)),
@@ -209,7 +212,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
             lines = [f"job {options.job_name} at {address}{hint}; set DLROVER_MASTER_ADDR={reached_at}"]
             if config.dashboard_port >= 0:
                 lines.insert(0, f"`dlrover dashboard {options.job_name}` prints a link to the dashboard")
-            console = _say(lines)
+            console = _say([*lines, *brain_notes])
             exit_code = _wait(pid, inbox)
             console.flush(PATIENCE)
             # In a cluster the job's end is in the message, and any other code than 0 means: start the master again.
@@ -465,6 +468,7 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
         help="replace nodes that ended by an error of the script, too",
     )
     add_scaling_options(add)
+    add_brain_options(add)
     add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
     add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
     add(

@@ -11,6 +11,7 @@ from msgspec import Struct
 from dlrover.host.log_root import LogRoot
 from dlrover.protocol.addresses import LOOPBACK, TlsConfig, is_loopback
 from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.messages.brain import JobRecipe
 from dlrover.protocol.messages.fleet import FleetSpec
 from dlrover.protocol.messages.goodput import GoodputStatus
 from dlrover.protocol.messages.job import JobEnd
@@ -25,6 +26,25 @@ EXIT_JOURNAL = 5
 EXIT_STOPPED = 6
 """Somebody asked this process to stop. That says nothing about the job, which goes on under the next master."""
 EXIT_BUG = 70
+
+
+class BrainTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a job speaks with Brain, the service that keeps what the jobs of a cluster measured."""
+
+    address: str
+    """HOST:PORT."""
+    token_file: str = ""
+    """File with the tenant's token. Empty: none is sent, which a Brain on loopback takes."""
+    tls: TlsConfig | None = None
+    recipe: JobRecipe = JobRecipe()
+    """By what alike jobs are found."""
+    user: str = ""
+    cluster: str = ""
+    namespace: str = ""
+    app: str = ""
+    min_nodes: int = 1
+    """Workers that the job needs at least: agents tell it too, but only when the first of them runs."""
+    node_unit: int = 1
 
 
 class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +86,8 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Which nodes the job wants of its platform."""
     scaling: ScaleTerms | None = None
     """How the job may change its own size; None: it may not."""
+    brain: BrainTerms | None = None
+    """None: no Brain hears of this job."""
     events_file: str = ""
     """Where events are kept as JSON lines; empty: beside the journal."""
     event_reporters: tuple[str, ...] = ()
@@ -122,12 +144,17 @@ def read_token(config: MasterConfig) -> str:
                 "could stop the job. Set DLROVER_JOB_TOKEN to the same secret on all nodes, or give a token file."
             )
         return ""
+    return read_token_file(config.token_file)
+
+
+def read_token_file(path: str) -> str:
+    """Raises ConfigError."""
     try:
-        token = Path(config.token_file).read_text(encoding="utf-8").strip()
+        token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The token file {config.token_file} cannot be read: {error}.") from error
+        raise ConfigError(f"The token file {path} cannot be read: {error}.") from error
     if not token:
-        raise ConfigError(f"The token file {config.token_file} is empty. Put the job's token into it.")
+        raise ConfigError(f"The token file {path} is empty. Put the token into it.")
     return token
 
 

@@ -38,15 +38,16 @@ from dlrover.protocol.messages.fleet import (
     NodePhase,
     NodesListed,
     NodeType,
+    Resource,
 )
 from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.messages.job import Reply
-from dlrover.protocol.messages.scaling import DefineScaling, RoomSeen, ScaleTerms
+from dlrover.protocol.messages.scaling import DefineScaling, PlanOffered, RoomSeen, ScaleTerms
 from dlrover.protocol.text import encodable
 
 log = logging.getLogger(__name__)
 
-FleetWord = DefineScaling | DefineFleet | NodesListed | NodeChanged | LaunchRefused | RoomSeen
+FleetWord = DefineScaling | DefineFleet | NodesListed | NodeChanged | LaunchRefused | RoomSeen | PlanOffered
 Tell = Callable[[FleetWord], "asyncio.Future[Reply]"]
 """To the loop; the future is done when the command is durable, and fails with Unavailable or Rejected."""
 
@@ -114,10 +115,12 @@ class PlatformDriver:
         scaling: ScaleTerms | None = None,
         is_scaling: Callable[[], bool] = lambda: False,
         first: Callable[[], Awaitable[None]] | None = None,
+        propose: Callable[[], Awaitable[PlanOffered | None]] | None = None,
     ) -> None:
         """
         `environ`: what the nodes' processes shall find in their environment. `is_scaling`: the job decides about its own size now.
         `first`: what comes between the definition of the fleet and its first launch; it raises `Unavailable` to be called again.
+        `propose`: with what the fleet might begin; asked once, before it is defined.
         """
         self._platform = platform
         self._environ = dict(environ or {})
@@ -125,6 +128,7 @@ class PlatformDriver:
         self._tell = tell
         self._patience = patience
         self._first = first
+        self._propose = propose
         self.has_begun = asyncio.Event()
         """The fleet is defined, and what stands written about the job was carried out."""
         self._lanes: dict[PlatformId, _Lane] = {}
@@ -137,8 +141,11 @@ class PlatformDriver:
         self._live: dict[PlatformId, NodeType] = {}
         """Nodes that the platform has and that have not ended."""
         self._may_room_differ = asyncio.Event()
-        self._told_room: int | None = -1
+        self._told_room: int | None = -1 if platform.capabilities.knows_room else None
         """-1: nothing was told."""
+        self._allowed: int | None = None
+        """Workers that the job may have by advice from outside; None: any number."""
+        self._allowed_reason = ""
 
     # Effects.
 
@@ -258,10 +265,15 @@ class PlatformDriver:
     async def _define(self) -> None:
         """Nothing else makes sense to the job before; so try until it is written."""
         pause = self._patience.first_pause
+        offer = None
         while True:
             try:
                 if self._scaling is not None:
                     await self._tell(DefineScaling(terms=self._scaling))
+                if self._propose is not None:
+                    offer, self._propose = await self._propose(), None
+                if offer is not None:
+                    await self._tell(offer)
                 await self._tell(DefineFleet(spec=self._spec))
                 return
             except Unavailable as error:
@@ -333,10 +345,16 @@ class PlatformDriver:
                     del self._live[node.id]
         self._may_room_differ.set()
 
+    def allow(self, nodes: int | None, reason: str) -> None:
+        """So many workers are the job's share of a cluster; None: nothing limits it but the platform."""
+        if (nodes, reason) != (self._allowed, self._allowed_reason):
+            self._allowed, self._allowed_reason = nodes, reason
+            self._may_room_differ.set()
+
     async def _ask_for_room(self) -> None:
         """Until cancelled."""
         workers = self._spec.replicas.get(NodeType.WORKER)
-        if workers is None or not self._platform.capabilities.knows_room:
+        if workers is None:
             return
         while True:
             with contextlib.suppress(TimeoutError):
@@ -345,22 +363,33 @@ class PlatformDriver:
             self._may_room_differ.clear()
             if not self._is_scaling():
                 continue
-            try:
-                async with asyncio.timeout(self._patience.call):
-                    room = await self._platform.room(workers.resource)
-            except (Unavailable, Rejected, TimeoutError) as error:
-                log.debug("the platform does not tell its room reason=%s", error)
+            known = await self._room_of_platform(workers.resource)
+            if known is None:
                 continue
-            except Exception:  # an extension may raise anything
-                log.exception("the platform broke on a question for room")
-                continue
-            num_live = sum(node_type is NodeType.WORKER for node_type in self._live.values())
-            most = None if room.free is None else max(0, num_live + room.free)
+            most, reason = known
+            if self._allowed is not None and (most is None or self._allowed < most):
+                most, reason = self._allowed, self._allowed_reason
             if most != self._told_room:
                 self._told_room = most
-                log.info("room for nodes=%s reason=%s", most, room.reason)
-                self._say(RoomSeen(most=most, reason=encodable(room.reason)))
+                log.info("room for nodes=%s reason=%s", most, reason)
+                self._say(RoomSeen(most=most, reason=encodable(reason)))
             await asyncio.sleep(self._patience.room_rest)
+
+    async def _room_of_platform(self, size: Resource) -> tuple[int | None, str] | None:
+        """Workers that the job can have in all (None: any number), and what limits them; None: the platform cannot tell now."""
+        if not self._platform.capabilities.knows_room:
+            return None, ""
+        try:
+            async with asyncio.timeout(self._patience.call):
+                room = await self._platform.room(size)
+        except (Unavailable, Rejected, TimeoutError) as error:
+            log.debug("the platform does not tell its room reason=%s", error)
+            return None
+        except Exception:  # an extension may raise anything
+            log.exception("the platform broke on a question for room")
+            return None
+        num_live = sum(node_type is NodeType.WORKER for node_type in self._live.values())
+        return None if room.free is None else max(0, num_live + room.free), room.reason
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:

@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from dlrover.master.clock import MasterClock
-from dlrover.master.config import EXIT_STOPPED, MasterConfig, Ready, announce, read_token, tell_end, tell_goodput
+from dlrover.master.config import (
+    EXIT_STOPPED,
+    BrainTerms,
+    MasterConfig,
+    Ready,
+    announce,
+    read_token,
+    read_token_file,
+    tell_end,
+    tell_goodput,
+)
 from dlrover.master.diagnosis.driver import WatchDriver
 from dlrover.master.diagnosis.plugins import UserDiagnosticians
 from dlrover.master.diagnosis.pre_check_runner import PreCheckRunner, whole_limit
@@ -41,6 +51,7 @@ from dlrover.protocol.messages.scaling import DefineScaling, ScaleMode, ScaleTer
 from dlrover.protocol.rpc.server import MasterServer
 
 if TYPE_CHECKING:
+    from dlrover.master.brain.client import BrainClient
     from dlrover.master.view_servers import ViewServers
 
 log = logging.getLogger(__name__)
@@ -74,7 +85,12 @@ async def serve(config: MasterConfig) -> int:
     master_loop = MasterLoop(
         journal_thread, job, clock, job_name=config.job_name, user=config.user, topology=topology, books=books
     )
-    fleet = None if platform is None else _platform_driver(config, platform, master_loop, journal_thread.master_epoch)
+    brain = None if config.brain is None else _brain(config, config.brain, master_loop, journal_thread, token)
+    fleet = (
+        None
+        if platform is None
+        else _platform_driver(config, platform, master_loop, journal_thread.master_epoch, brain)
+    )
     view_servers = _view_servers(config, master_loop, journal_thread, token)
     await master_loop.begin(journal_thread.master_epoch)
     pre_check = _pre_check(config, master_loop, events)
@@ -96,6 +112,7 @@ async def serve(config: MasterConfig) -> int:
         keeping.append(asyncio.ensure_future(_for_good(_define_scaling(master_loop, config.scaling))))
     if isinstance(platform, TakesOrders):
         keeping.append(asyncio.ensure_future(_take_orders(platform, fleet, master_loop, journal_thread.master_epoch)))
+    keeping += [] if brain is None else [asyncio.ensure_future(brain.run())]
     glances = JobGlances(platform, master_loop.ask) if isinstance(platform, ShowsJobs) else None
     keeping += [] if glances is None else [asyncio.ensure_future(glances.run())]
     stopping: list[asyncio.Future[None]] = []
@@ -127,8 +144,10 @@ async def serve(config: MasterConfig) -> int:
         working.result()
     if master_loop.finished.done():
         _tell_end(config, master_loop)
-        if fleet is not None:
-            await fleet.drain()
+        await asyncio.gather(
+            *([] if fleet is None else [fleet.drain()]),
+            *([] if brain is None else [brain.finish(master_loop.finished.result())]),
+        )
         if glances is not None:
             await glances.show()
     if view_servers is not None:
@@ -167,12 +186,42 @@ async def _take_orders(
     await platform.take_orders(master_loop.ask, master_epoch)
 
 
+def _brain(
+    config: MasterConfig, terms: BrainTerms, master_loop: MasterLoop, journal_thread: JournalThread, token: str
+) -> BrainClient:
+    """Raises ConfigError."""
+    from dlrover.master.brain.client import BrainClient, LoopShell, job_ref  # late: most jobs have none
+    from dlrover.protocol.rpc.brain import BrainChannel
+
+    brain_token = read_token_file(terms.token_file) if terms.token_file else ""
+    uid = f"{config.job_uid or config.job_name}-{journal_thread.journal_uid[:12]}"
+    brain = BrainClient(
+        terms,
+        BrainChannel(terms.address, token=brain_token, tls=terms.tls),
+        LoopShell(master_loop),
+        job=job_ref(uid, token),
+        job_name=config.job_name,
+        journal=Path(config.journal),
+        fleet=config.fleet,
+        scaling=config.scaling or ScaleTerms(),
+    )
+    master_loop.listeners.on_decided.append(brain.hear)
+    log.info("brain=%s job=%s", terms.address, uid)
+    return brain
+
+
 def _platform_driver(
-    config: MasterConfig, platform: Platform, master_loop: MasterLoop, master_epoch: int
+    config: MasterConfig,
+    platform: Platform,
+    master_loop: MasterLoop,
+    master_epoch: int,
+    brain: BrainClient | None,
 ) -> PlatformDriver:
     assert config.fleet is not None, "checked where the platform was built"
     environ = {"DLROVER_EXTENSION_DYNAMIC_FAILOVER": config.failover_extension} if config.failover_extension else {}
     first = None
+    is_own_size = config.scaling is not None and config.scaling.mode is ScaleMode.ON
+    is_new = is_own_size and master_loop.job.state.fleet is None
     if isinstance(platform, TakesOrders):
         first = functools.partial(platform.begin_orders, master_loop.ask, master_epoch)
     fleet = PlatformDriver(
@@ -183,7 +232,10 @@ def _platform_driver(
         scaling=config.scaling,
         is_scaling=lambda: master_loop.job.state.scaling.mode is not ScaleMode.OFF,
         first=first,
+        propose=None if brain is None or not is_new else brain.begin,
     )
+    if brain is not None:
+        brain.allow = fleet.allow
     master_loop.listeners.on_intent = fleet.take
     log.info("platform=%s capabilities=%s", config.platform, platform.capabilities)
     return fleet

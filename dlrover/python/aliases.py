@@ -171,6 +171,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         **_in("client.task_types", "EVALUATION NONE PREDICTION TRAINING TRAIN_END_CALLBACK TaskType WAIT"),
         **_in("client.comm", "Response"),
     },
+    "dlrover.python.brain.client": _in("client.brain_client", "BrainClient GlobalBrainClient build_brain_client"),
     "dlrover.python.common.comm": _MESSAGES,
     "dlrover.python.common.constants": _CONSTANTS,
     "dlrover.python.common.env_utils": _in(
@@ -425,7 +426,6 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 
 _INSIDE = "a class of the original's inside; this implementation is built differently and has no such part"
-_BRAIN = "the optimiser service for several jobs (Brain)"
 _KUBERNETES = (
     "the original's master on Kubernetes; here a platform does its work, and none of it is a class for scripts"
 )
@@ -438,7 +438,6 @@ def _all(reason: str, names: str) -> dict[str, str]:
 
 MISSING: Mapping[str, Mapping[str, str]] = {
     # old module: {old name: what it belongs to}
-    "dlrover.python.brain.client": _all(_BRAIN, "BrainClient GlobalBrainClient build_brain_client"),
     "dlrover.python.common.comm": _all(_INSIDE, "build_grpc_channel grpc_server_ready"),
     "dlrover.python.common.event.context": _all(_INSIDE, "JobEventContext StepEvents"),
     "dlrover.python.common.event.train_event": _all(_INSIDE, "TrainEvent TrainEventName TrainEventState"),

@@ -129,11 +129,11 @@ SPECIFIED = {
     PYTHON + "unified.controller.master": "PrimeMaster",
     PYTHON + "unified.controller.extension": "ManagerExtension",
     PYTHON + "unified.driver.main": "submit main",
+    PYTHON + "brain.client": "build_brain_client BrainClient GlobalBrainClient",
     PYTHON + "unified.util.config_util": "args_2_omega_conf omega_conf_2_args",
 }
 TO_COME = {
     # Spec 01 §13, §14.
-    PYTHON + "brain.client": "build_brain_client BrainClient GlobalBrainClient",
     PYTHON + "elastic_agent.torch.training": "ElasticTrainingAgent MasterRendezvousHandler NodeCheckElasticAgent "
     "NetworkCheckElasticAgent RendezvousOutSyncError",
     PYTHON + "elastic_agent.diagnosis.diagnosis_agent": "DiagnosisAgent",
@@ -145,7 +145,7 @@ TO_COME = {
 REASONS = {
     value
     for name, value in vars(aliases).items()
-    if name in ("_BRAIN", "_INSIDE", "_KUBERNETES", "_RAY", "_SCALING", "_TENSORFLOW")
+    if name in ("_INSIDE", "_KUBERNETES", "_RAY", "_SCALING", "_TENSORFLOW")
 }
 
 

@@ -54,13 +54,14 @@ from dlrover.cli.launch.runtime_dir import (
     user_root,
 )
 from dlrover.cli.local.display import Display
+from dlrover.cli.options.brain_settings import add_brain_options, brain_of
 from dlrover.cli.options.environment import read_environment
 from dlrover.cli.options.parser import parse
 from dlrover.cli.options.scaling_settings import add_scaling_options, scaling_of
 from dlrover.cli.options.settings import Settings, probe_directory, read_settings
 from dlrover.host.bystander_processes import BystanderProcesses
 from dlrover.host.console import PATIENCE
-from dlrover.master.config import MasterConfig
+from dlrover.master.config import BrainTerms, MasterConfig
 from dlrover.platforms.hosted.table import HostConfig, NodeHost
 from dlrover.platforms.local import namespaces
 from dlrover.platforms.local.kernel_claims import KernelTag
@@ -103,6 +104,7 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     max_local_nodes: int = 0
     """That may run at a time; 0: as many as the job is meant to have."""
     scaling: ScaleTerms = ScaleTerms()
+    brain: BrainTerms | None = None
     settings: Settings
     """Of one node, as its `dlrover-run` will read them."""
     node_argv: tuple[str, ...]
@@ -151,7 +153,10 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPl
     node_argv = (f"--nnodes={min_nodes}:{max_nodes}", f"--standby={options.standby}", *strategy, *tuner, *command)
     _, settings = read_settings(node_argv, passed_on(environ))
     scaling = scaling_of(options, environ, tuner=settings.tuner, bounds=(min_nodes, max_nodes))
-    settings = replace(settings, notes=(*settings.notes, *scaling.notes))
+    brain, brain_notes = brain_of(
+        options, environ, user=settings.environment.user, entry=settings.entry, min_nodes=min_nodes
+    )
+    settings = replace(settings, notes=(*settings.notes, *scaling.notes, *brain_notes))
     if is_piped(settings.entry):
         raise ConfigError(
             f"The training script {settings.entry.name} can be read only once, and each node needs it. Write it to a file."
@@ -171,6 +176,7 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPl
         log_dir=os.path.abspath(options.log_dir) if options.log_dir else "",
         max_local_nodes=options.max_local_nodes,
         scaling=scaling.terms,
+        brain=brain,
         settings=settings,
         node_argv=node_argv,
     )
@@ -416,6 +422,7 @@ class LocalJob:
             job_uid=self._job_uid,
             fleet=self._plan.fleet,
             scaling=self._plan.scaling,
+            brain=self._plan.brain,
             pre_check_ops=self._plan.settings.pre_check_ops,
             topology_querier=self._plan.settings.topology_querier,
             topology_sorter=self._plan.settings.topology_sorter,
@@ -546,6 +553,7 @@ def _parser() -> argparse.ArgumentParser:
         help="most nodes at a time; `dlrover scale --room N` changes it (as many as the job may have)",
     )
     add_scaling_options(add)
+    add_brain_options(add)
     add("--job-name", default="", metavar="NAME", help="for `dlrover status NAME` and others")
     add("--log-dir", default="", metavar="DIR", help="keep the output of the nodes and the master's log there")
     return parser

@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import sqlite3
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +210,7 @@ class Journal:
                     ("decision_version", self._decision_version),
                     ("job_name", self._job_name),
                     ("master_epoch", 0),
+                    ("uid", uuid.uuid4().hex),
                 ],
             )
             connection.execute("COMMIT")
@@ -230,6 +232,8 @@ class Journal:
                 )
             if meta["decision_version"] != self._decision_version:
                 self._forget_undecidable(int(str(meta["decision_version"])))
+            self.uid = str(meta["uid"])
+            """Of this journal alone: numbers in it mean nothing in another one."""
             epoch = int(str(meta["master_epoch"])) + 1
             connection.execute("UPDATE meta SET value = ? WHERE key = 'master_epoch'", (epoch,))
             connection.execute("COMMIT")

@@ -56,6 +56,10 @@ class JournalThread:
         return self._journal.master_epoch
 
     @property
+    def journal_uid(self) -> str:
+        return self._journal.uid
+
+    @property
     def wants_snapshot(self) -> bool:
         return self._journal.wants_snapshot or self._replay_seconds >= REPLAY_BUDGET
 
