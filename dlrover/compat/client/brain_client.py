@@ -139,7 +139,7 @@ class BrainClient:
             return None
 
     async def _answer(self, question: BrainQuestion) -> BrainReply:
-        from dlrover.protocol.rpc.brain import BrainChannel  # late: a script that imports old names need not import gRPC
+        from dlrover.protocol.rpc.brain import BrainChannel  # late: imports of old names must not load gRPC
 
         channel = BrainChannel(self.address, token=self._token)
         try:
