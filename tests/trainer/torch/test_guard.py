@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import socket
+import socketserver
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dlrover.host.shared_page.breath_page import BreathPage
 from dlrover.host.shared_page.breath_words import EXIT_LAST_BREATH, BreathAnswer, BreathOrder
+from dlrover.protocol.local_frames import receive_frame
+from dlrover.protocol.messages.job import WorkerMessage
 from dlrover.protocol.progress_page import DEATH_NOTICE_AT, ProgressPage
 
 DEADLINE = 120.0
 
 SCRIPT = """
-    import os, sys
+    import os, sys, threading
     import torch
     import torch.distributed as dist
     import dlrover
@@ -34,7 +40,6 @@ SCRIPT = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = DdpCheckpointer(folder)
 
-    @dlrover.resilient(model, optimizer)
     def train_step(step):
         if conduct == "raises" and step == 3:
             print("raising", flush=True)
@@ -48,6 +53,8 @@ SCRIPT = """
         model(torch.rand(2, 4)).sum().backward()
         optimizer.step()
 
+    if conduct != "has no guard":
+        train_step = dlrover.resilient(model, optimizer)(train_step)
     for step in range(1, 5):
         train_step(step)
         if step == 2 and conduct != "never saves":
@@ -60,12 +67,15 @@ SCRIPT = """
         if conduct == "waits" and step == 3:
             sys.stdin.readline()
     checkpointer.close()
+    print("threads", sorted(thread.name for thread in threading.enumerate()))
     """
 
 
 class Worker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.socket = folder / "agent"
+        """Nobody listens there, but in the test of what is said."""
         self._progress = ProgressPage()
         self.page = BreathPage(self._progress.descriptor, DEATH_NOTICE_AT)
         self._peer_progress = ProgressPage()
@@ -75,7 +85,7 @@ class Worker:
     def start(self, conduct: str) -> subprocess.Popen[str]:
         environ = {
             "PATH": "/usr/bin:/bin",
-            "DLROVER_AGENT_SOCKET": str(self._folder / "none"),
+            "DLROVER_AGENT_SOCKET": str(self.socket),
             "DLROVER_PROGRESS_PAGE": self._progress.path,
             "PEER": self._peer_progress.path,
             "DLROVER_SNAPSHOT_HOME": str(self._folder / "home" / "node-0"),
@@ -102,6 +112,27 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     worker = Worker(tmp_path)
     yield worker
     worker.close()
+
+
+class Listener:
+    """Hears all that a worker says to its agent, and answers nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.heard: list[type] = []
+        self._decode = msgspec.msgpack.Decoder(WorkerMessage).decode
+        self._server = socketserver.ThreadingUnixStreamServer(str(path), self._listen)  # type: ignore[arg-type]
+        self._server.daemon_threads = False
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}).start()
+
+    def _listen(self, connection: socket.socket, *_details: object) -> None:
+        while frame := receive_frame(connection):
+            self.heard.append(type(self._decode(frame[0])))
+
+    def end(self) -> list[str]:
+        """After the worker: kinds of its messages, in the order of their names."""
+        self._server.shutdown()
+        self._server.server_close()
+        return sorted(each.__name__ for each in self.heard)
 
 
 def lines_until(process: subprocess.Popen[str], wanted: str) -> None:
@@ -195,3 +226,26 @@ def test_a_guard_that_could_save_nothing_is_not_announced_and_the_script_goes_on
     assert process.returncode == 0, err
     assert "done 4" in out
     assert not worker.page.is_guarded
+
+
+def test_neither_a_script_without_a_guard_nor_one_with_it_says_more_to_its_agent(tmp_path: Path) -> None:
+    heard, threads = {}, {}
+    for conduct in ("has no guard", "good"):
+        (tmp_path / conduct).mkdir()
+        worker = Worker(tmp_path / conduct)
+        worker.socket = tmp_path / f"{len(heard)}.sock"
+        listener = Listener(worker.socket)
+        try:
+            process = worker.start(conduct)
+            out, err = process.communicate(timeout=DEADLINE)
+            assert process.returncode == 0, err
+            assert worker.page.is_guarded == (conduct == "good")
+            assert worker.page.answer is BreathAnswer.NONE
+            assert worker.page.num_ready == 0
+        finally:
+            heard[conduct] = listener.end()
+            worker.close()
+        threads[conduct] = "last breath" in out
+    assert "SnapshotSaved" in heard["good"]
+    assert heard["has no guard"] == heard["good"]
+    assert threads == {"has no guard": False, "good": True}

@@ -24,12 +24,33 @@ class Average(nn.Module):
         return batch - self.mean
 
 
+class AllKinds(nn.Module):
+    """A buffer of each type, none and many numbers, one that is only a view of conjugates, and nothing that a forward pass needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("none", torch.empty(0))
+        self.register_buffer("large", torch.arange(20_000.0))
+        self.register_buffer("larger", torch.arange(30_000.0))
+        self.register_buffer("conjugate", torch.tensor([1 + 2j, 3 - 4j]).conj())
+        for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.cfloat):
+            self.register_buffer(f"one_{dtype}".replace(".", "_"), torch.ones((), dtype=dtype))
+            self.register_buffer(f"many_{dtype}".replace(".", "_"), torch.ones(2, 3, dtype=dtype))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for buffer in self.buffers():
+                buffer.copy_(~buffer if buffer.dtype is torch.bool else buffer + 1)
+        return batch
+
+
 def state(model: nn.Module) -> dict[str, list[float]]:
     return {name: buffer.flatten().tolist() for name, buffer in model.named_buffers()}
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: nn.BatchNorm1d(3), Average, lambda: nn.Sequential(nn.BatchNorm1d(3), Average())]
+    "make",
+    [lambda: nn.BatchNorm1d(3), Average, AllKinds, lambda: nn.Sequential(nn.BatchNorm1d(3), Average(), AllKinds())],
 )
 def test_a_broken_step_is_undone_and_may_be_done_after_all(make) -> None:
     model = make()
