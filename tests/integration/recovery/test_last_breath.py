@@ -54,7 +54,7 @@ def train(
     folder.mkdir()
     is_cut = "hsdp" in options
     script = SCRIPTS / ("guarded_hsdp.py" if is_cut else "guarded_steps.py")
-    words = (folder, str(num_steps), str(SAVE_EVERY), *(() if is_cut else options))
+    words = (folder, str(num_steps), str(SAVE_EVERY), *(word for word in options if word != "hsdp"))
     job = jobs.start("dlrover-run", f"--nproc-per-node={num_ranks}", "--max-restarts=50", script, *words)
     return job, Lives(folder, num_ranks)
 

@@ -1,7 +1,7 @@
 """
 HSDP over a mesh of 2 replicas with 2 shards each, with a guard, snapshots to memory every few steps. Lines as those of guarded_steps.py.
 
-    guarded_hsdp.py DIRECTORY NUM_STEPS SAVE_EVERY
+    guarded_hsdp.py DIRECTORY NUM_STEPS SAVE_EVERY [fault=POINT,SIGNAL,RANK]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import second_fault
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +29,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    for words in (word.removeprefix("fault=") for word in sys.argv if word.startswith("fault=")):
+        second_fault.install(words, rank)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
     for layer in (model[0], model[2]):
@@ -37,7 +40,7 @@ def main() -> None:
     checkpointer = FsdpShardCheckpointer(folder / "checkpoints")
     done = checkpointer.load_checkpoint(model, optimizer).get("step", 0)
     lines = os.open(folder / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(lines, f"life {os.getpid()} {done}\n".encode())
+    os.write(lines, f"life {os.getpid()} {done} {time.monotonic()}\n".encode())
 
     @dlrover.resilient(model, optimizer)
     def train_step(step: int) -> None:
@@ -50,7 +53,7 @@ def main() -> None:
 
     for step in range(done + 1, num_steps + 1):
         train_step(step)
-        os.write(lines, f"step {step}\n".encode())
+        os.write(lines, f"step {step} {time.monotonic()}\n".encode())
         if step % save_every == 0:
             checkpointer.save_checkpoint(step, model, optimizer, {"step": step}, storage_type=StorageType.MEMORY)
     total = hashlib.blake2b()

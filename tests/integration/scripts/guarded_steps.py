@@ -1,7 +1,7 @@
 """
-DDP with a guard, snapshots to memory every few steps. Each rank appends a line per step; the last one names the bits of the parameters.
+DDP with a guard, snapshots to memory every few steps. Each rank appends a line per step, with its time; the last one names the bits of the parameters.
 
-    guarded_steps.py DIRECTORY NUM_STEPS SAVE_EVERY [unused] [loop] [elastic] [plain]
+    guarded_steps.py DIRECTORY NUM_STEPS SAVE_EVERY [unused] [loop] [elastic] [plain] [fault=POINT,SIGNAL,RANK]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import second_fault
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,6 +40,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    for words in (word.removeprefix("fault=") for word in sys.argv if word.startswith("fault=")):
+        second_fault.install(words, rank)
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(has_unused=has_unused), find_unused_parameters=has_unused)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -51,7 +54,7 @@ def main() -> None:
         scheduler.load_state_dict(state["scheduler"])
         done = state["step"]
     lines = os.open(folder / f"rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(lines, f"life {os.getpid()} {done}\n".encode())
+    os.write(lines, f"life {os.getpid()} {done} {time.monotonic()}\n".encode())
 
     def work(step: int) -> None:
         generator = torch.Generator().manual_seed(step * world_size + rank)
@@ -64,7 +67,7 @@ def main() -> None:
         optimizer.zero_grad()
 
     def after(step: int) -> None:
-        os.write(lines, f"step {step}\n".encode())
+        os.write(lines, f"step {step} {time.monotonic()}\n".encode())
         if step % save_every == 0:
             state = {
                 "model": model.module.state_dict(),

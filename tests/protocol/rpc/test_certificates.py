@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import shutil
+import ssl
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from dlrover.protocol.messages.job import Ping, Pong
 from dlrover.protocol.rpc.client import ask
 from dlrover.protocol.rpc.server import MasterServer
 from dlrover.protocol.rpc.transport import open_channel
+from tests.floods import STRANGER
 from tests.protocol.conftest import TOKEN, Agent, Serve
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program for certificates")
@@ -98,3 +102,48 @@ async def test_missing_files_are_named(tmp_path: Path) -> None:
         open_channel("127.0.0.1:1", TlsConfig(ca=missing))
     with pytest.raises(ConfigError, match="both cert and key"):
         open_channel("127.0.0.1:1", TlsConfig(cert=missing))
+
+
+DEADLINE = 60.0
+
+
+def half_handshakes(name: str) -> list[bytes]:
+    """Nothing, part of a header, a header that announces 16 KiB, half of a hello, and a whole one that the answer to the master's never follows."""
+    outgoing = ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    client = context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=name)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    hello = outgoing.read()
+    return [b"", hello[:3], b"\x16\x03\x01\x40\x00" + bytes(64), hello[: len(hello) // 2], hello]
+
+
+async def test_half_handshakes_do_not_stay_and_keep_nobody_out(
+    serve: Serve, connect: Callable[..., Agent], ours: Authority
+) -> None:
+    """Also a whole handshake that nothing follows."""
+    _, address = await serve(tls=ours.issue("master"))
+    tls = TlsConfig(ca=ours.ca)
+    agent = connect(address, tls=tls)
+    await agent.attached()
+    host, port = address.rsplit(":", 1)
+    opened = []
+    for say in half_handshakes("localhost") * 10:
+        opened.append(await asyncio.open_connection(host, int(port), local_addr=(STRANGER, 0)))
+        opened[-1][1].write(say)
+    context = ssl.create_default_context(cafile=ours.ca)
+    context.set_alpn_protocols(["h2"])
+    opened += [await asyncio.open_connection(host, int(port), ssl=context, local_addr=(STRANGER, 0)) for _ in range(10)]
+    try:
+        assert isinstance(await ask(address, Ping(), token=TOKEN, tls=tls, timeout=DEADLINE), Pong)
+        await connect(address, tls=tls).attached()
+        async with asyncio.timeout(DEADLINE):
+            for reader, _writer in opened:
+                with contextlib.suppress(ConnectionError, ssl.SSLError):
+                    while await reader.read(65_536):
+                        pass
+    finally:
+        for _reader, writer in opened:
+            writer.transport.abort()
+    assert agent.attachments.empty(), "an agent had to come again"
+    assert agent.channel.outage() == 0.0

@@ -59,6 +59,11 @@ _ONLY_IN_MEMORY = (
     "The master has not confirmed what was read for it, so it is kept in memory, and the next save goes to storage."
 )
 _LOOK_AGAIN_AFTER = 0.02
+_ALONE_PATIENCE = 1.0
+"""
+Seconds for a slot when a worker is lost, half of what the agent waits. The agent may be reading one, and one that died while it wrote keeps
+the lock of its slot until the kernel has freed its memory.
+"""
 _TRACKER_LOOK_AFTER = 0.1
 
 
@@ -453,10 +458,15 @@ class CheckpointEngine:
         with self._writing:
             writer = self._open()
             assert self._segments is not None, "opened above"
-            self._segments.begin_alone()
-            pending = writer.begin(
-                parts, step=step, round_=self._round, paths=paths, extra={REQUEST: encode_request(request)}
-            )
+            deadline = time.monotonic() + _ALONE_PATIENCE
+            while True:
+                self._segments.begin_alone()
+                pending = writer.begin(
+                    parts, step=step, round_=self._round, paths=paths, extra={REQUEST: encode_request(request)}
+                )
+                if pending is not None or time.monotonic() >= deadline:
+                    break
+                time.sleep(_LOOK_AGAIN_AFTER)
             if pending is None:
                 raise Unavailable("every slot of the segment is being read")
             self.outlet.saved(pending.finish(), request)
