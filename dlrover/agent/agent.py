@@ -17,6 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from dlrover.agent.acting import Acting
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.agent.decisions.decisions import AgentDecisions, AgentTerms
@@ -55,6 +57,7 @@ from dlrover.protocol.messages.job import (
     Round,
     WorldSpec,
 )
+from dlrover.protocol.messages.watch import StepShape
 from dlrover.protocol.rpc.client import AgentChannel
 
 log = logging.getLogger("dlrover.agent")
@@ -287,8 +290,15 @@ class Agent:
             lived=outcome.lived,
             reach=outcome.reach,
             has_whole_state=self._needs_no_other(outcome),
+            shape=self._shape_without_memory(round_, outcome),
         )
         self._acting.do(self._decisions.failed(report))
+
+    def _shape_without_memory(self, round_: Round, outcome: Failed) -> StepShape | UnsetType:
+        """What a step was for the first worker whose memory did not suffice."""
+        failed = (each for each in outcome.failures if each.kind is FailureKind.MEMORY_ERROR)
+        first = next(failed, None)
+        return UNSET if first is None or self._watch is None else self._watch.shape(round_, first.global_rank)
 
     def _needs_no_other(self, outcome: Failed) -> bool:
         """Asked only where another node may be lost: to look into the segments takes a moment."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from msgspec import UnsetType
+
 from dlrover.agent.monitor.progress import FirstStep
 from dlrover.agent.relay import SnapshotRelay
 from dlrover.agent.workers.driver import DrivenGroup
@@ -26,7 +28,7 @@ from dlrover.protocol.messages.job import (
     Round,
     WorldSpec,
 )
-from dlrover.protocol.messages.watch import WatchObservation, WatchOrder
+from dlrover.protocol.messages.watch import StepShape, WatchObservation, WatchOrder
 
 
 class AgentPatience(NamedTuple):
@@ -118,6 +120,8 @@ class WatchProtocol(Protocol):
     def report(self) -> None: ...
 
     def first_step(self, after: Round) -> FirstStep | None: ...
+
+    def shape(self, round_: Round, global_rank: int) -> StepShape | UnsetType: ...
 
     def attached(self) -> None: ...
 

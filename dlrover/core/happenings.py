@@ -25,7 +25,7 @@ from dlrover.protocol.messages.job import (
     WorkerFailure,
 )
 from dlrover.protocol.messages.scaling import SizePlan
-from dlrover.protocol.messages.watch import Reach
+from dlrover.protocol.messages.watch import Reach, StepShape
 
 STOPPED = "stopped"
 """Fault of a node that was told to stop: it is somebody's wish."""
@@ -121,6 +121,8 @@ class WorkersFailed(Struct):
     failures: tuple[WorkerFailure, ...]
     reach: Reach = NOTHING_TOLD
     has_whole_state: bool = False
+    shape: StepShape | None = None
+    """Of a step of the worker that ran out of memory; None: it did not tell, or none did."""
     is_node_suspect: bool = False
     reason: str = ""
     """Answer: why the next round opens; empty: the round's failure is known already."""

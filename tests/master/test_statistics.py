@@ -20,7 +20,7 @@ from dlrover.master.statistics import (
 )
 from dlrover.protocol.messages.fleet import NodeType, Resource
 from dlrover.protocol.messages.identity import Micros, NodeRank, PlatformId
-from dlrover.protocol.messages.scaling import MemoryPoint, NodeUse, RunMeasured, TypeUse
+from dlrover.protocol.messages.scaling import MemoryPoint, NodeUse, RunMeasured, ScaleMode, SetScaling, TypeUse
 from dlrover.protocol.messages.watch import (
     DeviceSample,
     Phase,
@@ -319,10 +319,11 @@ def test_servers_are_told_until_they_were_watched_for_three_minutes() -> None:
 
 def test_a_thousand_nodes_cost_little_and_write_at_most_two_records_a_minute() -> None:
     """
-    A minute of 1,000 nodes: a progress report of each every five seconds, a resource report every thirty. On a quiet machine it takes 0.04 s; the
-    issue allows 0.1 s, and a busy machine ten times that.
+    A minute of 1,000 nodes: a progress report of each every five seconds, a resource report every thirty, and what the job decides when it hears of
+    a run. Promised is 0.1 s on a quiet machine; a busy one may take ten times that.
     """
     lab = Lab(1000)
+    lab.scene.do(SetScaling(mode=ScaleMode.ON))
     lab.train(70)
     num_before, state = len(lab.told), lab.scene.job.state
     reports = []
@@ -355,8 +356,11 @@ def test_a_thousand_nodes_cost_little_and_write_at_most_two_records_a_minute() -
             found = lab.runs.measure(state, now)
             if found is not None:
                 lab.told.append(found)
+                lab.scene.do(found)
     spent = time.process_time() - began_at
     print(f"\n1,000 nodes: {spent:.3f} CPU seconds in a minute")
+    assert state.scaling.decisions, "it has decided, and there was nothing to do"
+    assert len(state.rendezvous.world.members) == 1000 if state.rendezvous.world else False
     assert len(lab.told) - num_before <= 2
     assert all(len(msgspec.msgpack.encode(each)) <= MAX_BYTES for each in lab.told)
     assert spent < 1.0

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from dlrover.agent.config import WatchConfig
@@ -36,6 +37,7 @@ from dlrover.protocol.messages.watch import (
     Reach,
     SendTail,
     ShowNotice,
+    StepShape,
     TailSent,
     TakeLook,
     WatchObservation,
@@ -214,6 +216,11 @@ class WorkerWatch:
         """The furthest of each count that workers of this round told."""
         readings = [worker.read().reach for worker in self._workers] if round_ == self._round else []
         return functools.reduce(furthest, readings, NOTHING_TOLD)
+
+    def shape(self, round_: Round, global_rank: int) -> StepShape | UnsetType:
+        """What that worker of the round told of its steps, also after its end."""
+        told = (each.read().shape for each in self._workers if each.global_rank == global_rank)
+        return next(told, UNSET) if round_ == self._round else UNSET
 
     def is_before_step(self, local_rank: int, *, is_young: bool) -> bool:
         """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from dlrover.agreed import worker_failure
@@ -46,7 +47,8 @@ def report_failure(command: ReportFailure, decision: Decision) -> Reply:
     is_known = incident is not None and incident.round == command.round
     if is_known or (is_running(state, node) and command.round == rdzv.round):
         lived = command.lived if math.isfinite(command.lived) else 0.0
-        failed = WorkersFailed(first, lived, command.failures, command.reach, command.has_whole_state)
+        shape = None if command.shape is UNSET else command.shape
+        failed = WorkersFailed(first, lived, command.failures, command.reach, command.has_whole_state, shape)
         decision.announce(decision.on.workers_failed, failed)
     elif node.id in rdzv.take_up.claims and command.round == rdzv.round:
         decision.announce(decision.on.world_unclaimed, f"a worker of {node.label} failed")

@@ -29,6 +29,7 @@ from dlrover.protocol.messages.scaling import (
     SizePlan,
     Tuner,
 )
+from dlrover.protocol.messages.watch import StepShape
 
 TOPIC = "tuning"
 FIRST_REFUSAL = 300.0
@@ -172,15 +173,19 @@ def offer_tuning(decision: Decision, plan: SizePlan) -> None:
     decision.effects.append(LookAgain((TOPIC,)))
 
 
-def shrink_batch(decision: Decision) -> None:
-    """A device ran out of memory: half of the micro-batch from now on, and never again as much."""
+def shrink_batch(decision: Decision, told: StepShape | None) -> None:
+    """A device ran out of memory: half of the micro-batch from now on, and never again as much. `told`: by the worker itself."""
     scaling = decision.state.scaling
-    if scaling.terms.tuner is not Tuner.MEMORY or scaling.newest is None:
+    if scaling.terms.tuner is not Tuner.MEMORY:
         return
-    configuration = scaling.newest.configuration
-    batch = scaling.tuning.micro_batch or configuration.micro_batch
-    plan = tuning.halved(scaling, configuration)
+    batch, records = tuning.failed_batch(scaling, told)
+    if 0 < scaling.tuning.micro_batch < batch:
+        return  # another node told of it before, or the worker began before the smaller one had come
+    plan = tuning.halved(batch, records)
     if plan is None:
+        decision.say(
+            "A device ran out of memory, and the micro-batch stays: it is not known, or no smaller one keeps the records of a step."
+        )
         return
     scaling.refused_batch = min(batch, scaling.refused_batch or batch)
     if scaling.probation is not None and scaling.probation.kind == TUNING:

@@ -10,6 +10,8 @@ only for `cost`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 from dlrover.core.scaling.evidence import is_batch_known, measured_speed
@@ -78,12 +80,12 @@ def sizes(scaling: Scaling, facts: ScaleFacts, fit: Fit | None) -> list[Size]:
     is_forecast = fit is not None and not fit.why_unused
     known = _measured(scaling, configuration)
     candidates = _within_reach(scaling, facts, configuration) if is_forecast else [n for n in known if n != facts.nodes]
+    expected = {} if fit is None else forecasts(fit, configuration, facts, candidates)
+    least, most = facts.limits.min_nodes, facts.most
     found = []
     for nodes in candidates:
-        speed = known.get(nodes, 0.0)
-        if not speed and fit is not None:
-            speed = forecast(fit, configuration, facts, nodes)
-        if speed > 0 and facts.limits.min_nodes <= nodes <= facts.most:
+        speed = known.get(nodes, 0.0) or expected.get(nodes, 0.0)
+        if speed > 0 and least <= nodes <= most:
             found.append(Size(nodes, speed, _is_wanted(scaling, facts, nodes, speed)))
     if not is_forecast:
         found += _tries(scaling, facts, known)
@@ -95,13 +97,17 @@ def is_changeable(scaling: Scaling, facts: ScaleFacts) -> bool:
     return NodeType.WORKER in scaling.terms.types and limits.min_nodes < limits.max_nodes and facts.nodes > 0
 
 
-def forecast(fit: Fit, configuration: Configuration, facts: ScaleFacts, nodes: int) -> float:
-    """From the speed that is measured now, by the ratio that the fit gives."""
-    now, then = (fit.step_time(world_row(configuration, count)) for count in (facts.nodes, nodes))
-    if now <= 0 or then <= 0:
-        return 0.0
-    batches = batch_of_all(configuration, nodes) / batch_of_all(configuration, facts.nodes)
-    return facts.speed * batches * now / then
+def forecasts(fit: Fit, configuration: Configuration, facts: ScaleFacts, counts: Sequence[int]) -> dict[int, float]:
+    """From the speed that is measured now, by the ratio that the fit gives. A count without one is left out."""
+    now, records = fit.step_time(world_row(configuration, facts.nodes)), batch_of_all(configuration, facts.nodes)
+    if now <= 0:
+        return {}
+    times = {nodes: fit.step_time(world_row(configuration, nodes)) for nodes in counts}
+    return {
+        nodes: facts.speed * (batch_of_all(configuration, nodes) / records) * now / then
+        for nodes, then in times.items()
+        if then > 0
+    }
 
 
 def _within_reach(scaling: Scaling, facts: ScaleFacts, configuration: Configuration) -> list[int]:

@@ -233,7 +233,7 @@ def on_workers_failed(decision: Decision, failed: WorkersFailed) -> None:
     if any(failure.kind is FailureKind.OUT_OF_MEMORY for failure in failed.failures) and state.fleet is not None:
         on_memory_ran_out(decision)
     elif any(tuning.is_device_oom(failure) for failure in failed.failures):
-        acting.shrink_batch(decision)
+        acting.shrink_batch(decision, failed.shape)
 
 
 def on_memory_ran_out(decision: Decision) -> None:

@@ -101,8 +101,7 @@ def _points(scaling: Scaling, known: ScaleFacts, verdict: ScaleVerdict) -> tuple
     fit, configuration = verdict.fit, known.configuration
     if fit is not None and not fit.why_unused and configuration is not None and len(fit.thetas) == 4:
         unit, largest = known.limits.node_unit, min(known.limits.max_nodes, MOST_POINTS)
-        for nodes in range(known.limits.min_nodes, largest + 1, unit):
-            speed = allreduce.forecast(fit, configuration, known, nodes)
-            if speed > 0:
-                points.append(SpeedPoint(nodes, speed, True))
+        counts = range(known.limits.min_nodes, largest + 1, unit)
+        expected = allreduce.forecasts(fit, configuration, known, counts)
+        points += [SpeedPoint(nodes, speed, True) for nodes, speed in expected.items() if speed > 0]
     return tuple(points[: 2 * MOST_POINTS])

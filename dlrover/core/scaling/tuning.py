@@ -27,6 +27,7 @@ from dlrover.protocol.messages.scaling import (
     Tuner,
     TypeUse,
 )
+from dlrover.protocol.messages.watch import StepShape
 from dlrover.protocol.units import MIB
 
 MOST_DEVICE_USE = 0.9
@@ -183,10 +184,22 @@ def _more_loaders(scaling: Scaling, facts: ScaleFacts, newest: RunMeasured) -> S
     )
 
 
-def halved(scaling: Scaling, configuration: Configuration) -> SizePlan | None:
-    """After a device ran out of memory; None: the micro-batch cannot be smaller, or is not known."""
+def failed_batch(scaling: Scaling, told: StepShape | None) -> tuple[int, int]:
+    """
+    The micro-batch for which the memory did not suffice, and the records of a worker in one step. By the word of that worker, for it may fail in its
+    first step; else by what was offered and measured last. 0 records: nobody knows, or the script alone decides what a step is.
+    """
+    if told is not None and told.micro_batch:
+        return told.micro_batch, told.micro_batch * told.accumulation if told.total_batch else 0
+    if scaling.newest is None:
+        return 0, 0
+    configuration = scaling.newest.configuration
     batch = scaling.tuning.micro_batch or configuration.micro_batch
-    records = configuration.micro_batch * configuration.accumulation
+    return batch, configuration.micro_batch * configuration.accumulation
+
+
+def halved(batch: int, records: int) -> SizePlan | None:
+    """After a device ran out of memory; None: the micro-batch cannot be smaller, or a step would not be the same."""
     if batch < 2 or not records:
         return None
     smaller = largest_divisor(records, batch // 2)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from dlrover.protocol.messages.check import CheckResult, CheckTerms, ReportCheck
 from dlrover.protocol.messages.checkpoint import (
@@ -97,6 +97,7 @@ from dlrover.protocol.messages.watch import (
     PastVerdict,
     Reach,
     SampleTaken,
+    StepShape,
     WatchCommand,
     WatchTerms,
 )
@@ -569,6 +570,8 @@ class ReportFailure(Struct, tag=True, frozen=True, kw_only=True):
     reach: Reach = Reach()
     has_whole_state: bool = False
     """The memory of no other node is needed to go on: this node has all pieces of the newest snapshot, others keep copies, or there is none."""
+    shape: StepShape | UnsetType = UNSET
+    """What a step consisted of for the worker whose device or machine ran out of memory, if one did and had told it."""
 
 
 class ReportFinished(Struct, tag=True, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec import UNSET, UnsetType
 
 from dlrover.core.scaling import memory, tuning
 from dlrover.protocol.messages.fleet import (
@@ -30,6 +31,7 @@ from dlrover.protocol.messages.scaling import (
     Tuner,
     TypeUse,
 )
+from dlrover.protocol.messages.watch import StepShape
 from tests.core.scaling.driver import Driver, family
 
 SIZE = Resource(cpu=4.0, memory_mb=4096)
@@ -57,11 +59,26 @@ def sizes(driver: Driver) -> list[int]:
     return [node.resource.memory_mb for node in fleet.live_nodes(NodeType.WORKER)]
 
 
-def failed(driver: Driver, kind: FailureKind, **more: object) -> None:
-    id_, incarnation = next(iter(driver.agents.items()))
+def failed(
+    driver: Driver,
+    kind: FailureKind,
+    *,
+    shape: StepShape | UnsetType = UNSET,
+    round_: int = 0,
+    agent: int = 0,
+    **more: object,
+) -> None:
+    id_, incarnation = list(driver.agents.items())[agent]
     failure = WorkerFailure(global_rank=0, local_rank=0, pid=7, kind=kind, exited_at=driver.now, **more)  # type: ignore[arg-type]
-    round_ = Round(driver.job.state.rendezvous.round)
-    driver.do(ReportFailure(node=id_, incarnation=incarnation, round=round_, failures=(failure,), lived=100.0))
+    report = ReportFailure(
+        node=id_,
+        incarnation=incarnation,
+        round=Round(round_ or driver.job.state.rendezvous.round),
+        failures=(failure,),
+        lived=100.0,
+        shape=shape,
+    )
+    driver.do(report)
 
 
 @pytest.mark.parametrize("is_told_by_platform", [True, False])
@@ -177,6 +194,42 @@ def test_a_device_without_memory_halves_the_micro_batch_for_good() -> None:
     assert (offered.micro_batch, offered.accumulation, offered.last_batch, offered.version) == (8, 8, 16, 1)
     assert driver.job.state.scaling.refused_batch == 16
     assert driver.nodes == 1, "and training goes on"
+
+
+FULL_DEVICE = ("torch.OutOfMemoryError", "RuntimeError")
+
+
+def tuned(**more: object) -> Driver:
+    return Driver(LAW, terms=ScaleTerms(mode=ScaleMode.OFF, tuner=Tuner.MEMORY), **more)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_fails_before_anything_was_measured_tells_its_batch() -> None:
+    """The usual case: the first step does not fit. Each further failure halves what the worker really had."""
+    driver = tuned(min_nodes=1, max_nodes=1)
+    for batch, accumulation in ((32, 1), (16, 2)):
+        shape = StepShape(micro_batch=batch, accumulation=accumulation, total_batch=32)
+        failed(driver, FailureKind.MEMORY_ERROR, shape=shape, exceptions=FULL_DEVICE)
+        offered = driver.job.ask(AskTuning())
+        assert isinstance(offered, TuneOffered)
+        assert (offered.micro_batch, offered.accumulation) == (batch // 2, 2 * accumulation)
+        driver.wait(75)
+    assert driver.job.state.scaling.refused_batch == 16
+    assert driver.nodes == 1, "and training goes on"
+
+
+def test_the_same_full_device_told_by_two_nodes_halves_once() -> None:
+    driver = tuned(min_nodes=2, max_nodes=2)
+    shape, round_ = StepShape(micro_batch=16, accumulation=2, total_batch=64), driver.job.state.rendezvous.round
+    for agent in (0, 1):
+        failed(driver, FailureKind.MEMORY_ERROR, shape=shape, round_=round_, agent=agent, exceptions=FULL_DEVICE)
+    assert (driver.status.tuning.version, driver.status.tuning.micro_batch) == (1, 8)
+
+
+def test_a_step_that_the_script_alone_decides_stays_as_it_is() -> None:
+    driver = tuned(min_nodes=1, max_nodes=1)
+    failed(driver, FailureKind.MEMORY_ERROR, shape=StepShape(micro_batch=16), exceptions=FULL_DEVICE)
+    assert driver.status.tuning == TuneOffered()
+    assert any("the micro-batch stays" in said for said in driver.verdicts)
 
 
 def test_waiting_for_data_asks_for_one_more_loader() -> None:
