@@ -13,6 +13,11 @@ from tests.tensorflow.conftest import StartJob
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 TRAINS = r"Version \d+ trains"
+SHORT = {
+    "DLROVER_SECONDS_FOR_STABLE_WORKER_COUNT": "4",
+    "DLROVER_GLOBAL_STEP_COUNT_TO_AUTO_WORKER": "20",
+}
+"""A server is watched for 12 s instead of three minutes."""
 TRAINED = ("chief-0", "worker-0", "worker-1")
 CHANGES = (
     ("scale", "--replicas", "ps=3"),
@@ -45,6 +50,39 @@ def test_other_numbers_of_parameter_servers_lose_no_step_and_no_record(start: St
     assert job.finish() == 0, job.output[-4000:]
     records = checkpoint_values(newest_checkpoint(job.model_dir))["counting/seen"].ravel()
     assert records.tolist() == [1.0] * 16_000
+
+
+def test_a_hot_server_is_exchanged_by_the_job_itself_and_keeps_its_memory(
+    start: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scaling, line 8: one server uses all of its cores and the other little. The variables move to the new one bit by bit."""
+    for name, value in SHORT.items():
+        monkeypatch.setenv(name, value)
+    scaling = ("--cpus", "0.05", "--auto-scale", "on", "--optimizer", "none")
+    job = start(
+        "--ps",
+        "2",
+        "--chief",
+        "1",
+        "--nodes",
+        "1",
+        *scaling,
+        records=40_000,
+        pace=0.1,
+        save_steps=100_000,
+        burning="ps-0",
+    )
+    said = job.wait_for_verdict("Server 0 gets 0.1 cores instead of 0.05")
+    assert "its memory stays" in said
+    job.wait_for_verdict(TRAINS, 2)
+    restored = np.load(job.directory / "restored-2.npz")
+    saved = checkpoint_values(job.model_dir / f"model.ckpt-{int(restored['step'])}")
+    assert np.array_equal(restored["table"].view(np.uint32), saved["counting/table"].view(np.uint32))
+    job.wait_for_steps("chief-0", 20, version=2)
+    assert job.finish() == 0, job.output[-4000:]
+    assert len(job.matching(r"Server \d gets")) == 1, "once"
+    records = checkpoint_values(newest_checkpoint(job.model_dir))["counting/seen"].ravel()
+    assert records.tolist() == [1.0] * 40_000
 
 
 def begin_change(start: StartJob, hold: str) -> ClusterJob:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -96,6 +97,8 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     evaluator: int = 0
     standby: int
     max_relaunches: int
+    cpus: float = 0.0
+    """Cores that each node is meant for; 0: it is not said."""
     memory_mb: int
     netns: str
     job_name: str
@@ -111,9 +114,8 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def fleet(self) -> FleetSpec:
-        workers = ReplicaSpec(
-            count=self.max_nodes, max_relaunches=self.max_relaunches, resource=Resource(memory_mb=self.memory_mb)
-        )
+        size = Resource(cpu=self.cpus, memory_mb=self.memory_mb)
+        workers = ReplicaSpec(count=self.max_nodes, max_relaunches=self.max_relaunches, resource=size)
         if not self.ps:
             return FleetSpec(replicas={NodeType.WORKER: workers}, standby=self.standby)
         beside = {NodeType.PS: self.ps, NodeType.CHIEF: self.chief, NodeType.EVALUATOR: self.evaluator}
@@ -141,7 +143,9 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPl
     if not command:
         raise ConfigError("Name the training script: dlrover local --nodes 2 -- train.py")
     min_nodes, max_nodes = read_nodes(options.nodes)
-    for name in ("standby", "max_relaunches", "memory", "ps", "chief", "evaluator", "max_local_nodes"):
+    if not math.isfinite(options.cpus):
+        raise ConfigError(f"--cpus {options.cpus}: give a finite number.")
+    for name in ("standby", "max_relaunches", "cpus", "memory", "ps", "chief", "evaluator", "max_local_nodes"):
         if getattr(options, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: give 0 or more.")
     _check_cluster(options, command)
@@ -170,6 +174,7 @@ def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPl
         evaluator=options.evaluator,
         standby=options.standby,
         max_relaunches=options.max_relaunches,
+        cpus=options.cpus,
         memory_mb=options.memory,
         netns=options.netns,
         job_name=options.job_name or settings.environment.job_name,
@@ -532,6 +537,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--standby", type=int, default=0, metavar="S", help="so many more wait warm to take the place of a lost one")
     add("--nproc-per-node", default="", metavar="P", help="workers on each node, as for dlrover-run (1)")
     add("--max-relaunches", type=int, default=3, metavar="R", help="how often a node rank may be relaunched (3)")
+    add(
+        "--cpus",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="cores that each node is meant for: its share of the room, and what a busy server is judged by; no limit (not said)",
+    )
     add(
         "--memory",
         type=int,

@@ -9,7 +9,7 @@ import pytest
 
 from dlrover.cli.local.command import LocalPlan, read_plan
 from dlrover.protocol.errors import ConfigError
-from dlrover.protocol.messages.fleet import NodeType
+from dlrover.protocol.messages.fleet import NodeType, Resource
 from tests.cli.launch.test_check_env_and_commands import run
 
 
@@ -43,6 +43,11 @@ def test_the_dashes_between_may_be_left_out(script):
     assert made.settings.entry.args == (b"--nodes", b"8")
 
 
+def test_each_node_of_a_cluster_is_meant_for_as_many_cores(script):
+    made = plan("--ps", "2", "--cpus", "1.5", "--memory", "512", script)
+    assert {each.resource for each in made.fleet.replicas.values()} == {Resource(cpu=1.5, memory_mb=512)}
+
+
 @pytest.mark.parametrize(
     ("argv", "what"),
     [
@@ -53,6 +58,8 @@ def test_the_dashes_between_may_be_left_out(script):
         (["--nodes", "two", "train.py"], "--nodes two"),
         (["--standby=-1", "train.py"], "--standby -1: give 0 or more"),
         (["--memory=-5", "train.py"], "--memory -5"),
+        (["--cpus=-1", "train.py"], "--cpus -1.0: give 0 or more"),
+        (["--cpus=nan", "train.py"], "--cpus nan: give a finite number"),
         (["--nodes", "2", "--", "/no/such/train.py"], "/no/such/train.py does not exist"),
         (["--nodes", "2", "--", "/dev/stdin"], "/dev/stdin can be read only once"),
         (["--", "--nnodes=3", "train.py"], "--nnodes after `dlrover local`.* Give --nodes in front of `--`"),

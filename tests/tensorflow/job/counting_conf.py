@@ -6,8 +6,10 @@ Everything that a test wants to change comes from the environment.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
+import threading
 import time
 
 import numpy as np
@@ -23,6 +25,8 @@ PACE = float(os.environ.get("COUNTING_PACE", "0"))
 TABLE = int(os.environ.get("COUNTING_TABLE", "100000"))
 OWN_SAVER = os.environ.get("COUNTING_OWN_SAVER", "") == "1"
 FAULT = os.environ.get("COUNTING_FAULT", "")
+BURNING = os.environ.get("COUNTING_BURNING", "")
+"""A task that uses a whole core in the first version: ps-0."""
 
 
 class Numbers(ElasticReader):
@@ -120,6 +124,15 @@ class StopAt(v1.train.SessionRunHook):
         if FAULT == "stop-hook":
             run_context.request_stop()
 
+
+def burn():
+    while True:
+        hashlib.pbkdf2_hmac("sha256", b"busy", b"server", 100_000)  # without the interpreter's lock
+
+
+own_task = f"{os.environ.get('DLROVER_TASK_TYPE')}-{os.environ.get('DLROVER_TASK_RANK')}"
+if own_task == BURNING and os.environ.get("DLROVER_CLUSTER_VERSION") == "1":
+    threading.Thread(target=burn, daemon=True).start()
 
 with open(os.path.join(DIRECTORY, "starts.txt"), "a") as starts:  # one line for each process that imports this
     is_warm = "dlrover.trainer.worker.zygote" in sys.modules
