@@ -67,10 +67,10 @@ def test_a_hot_server_is_exchanged_by_the_job_itself_and_keeps_its_memory(
         "--nodes",
         "1",
         *scaling,
-        records=40_000,
-        pace=0.1,
+        records=20_000,
+        pace=0.5,
         save_steps=100_000,
-        burning="ps-0",
+        burning=0,
     )
     said = job.wait_for_verdict("Server 0 gets 0.1 cores instead of 0.05")
     assert "its memory stays" in said
@@ -82,7 +82,7 @@ def test_a_hot_server_is_exchanged_by_the_job_itself_and_keeps_its_memory(
     assert job.finish() == 0, job.output[-4000:]
     assert len(job.matching(r"Server \d gets")) == 1, "once"
     records = checkpoint_values(newest_checkpoint(job.model_dir))["counting/seen"].ravel()
-    assert records.tolist() == [1.0] * 40_000
+    assert records.tolist() == [1.0] * 20_000
 
 
 def begin_change(start: StartJob, hold: str) -> ClusterJob:

@@ -6,10 +6,8 @@ Everything that a test wants to change comes from the environment.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
-import threading
 import time
 
 import numpy as np
@@ -26,7 +24,7 @@ TABLE = int(os.environ.get("COUNTING_TABLE", "100000"))
 OWN_SAVER = os.environ.get("COUNTING_OWN_SAVER", "") == "1"
 FAULT = os.environ.get("COUNTING_FAULT", "")
 BURNING = os.environ.get("COUNTING_BURNING", "")
-"""A task that uses a whole core in the first version: ps-0."""
+"""A server that has much to compute in the first version: its number."""
 
 
 class Numbers(ElasticReader):
@@ -70,6 +68,12 @@ def model_fn(features, labels, mode, params, config):
     loss = -tf.reduce_sum(counted) - 0.5 * tf.reduce_sum(row)
     if mode == tf.estimator.ModeKeys.EVAL:
         return tf.estimator.EstimatorSpec(mode, loss=loss)
+    if BURNING and os.environ.get("DLROVER_CLUSTER_VERSION") == "1":
+        with tf.device(f"/job:ps/task:{BURNING}"):
+            work = v1.random_uniform([400, 400])
+            for _ in range(10):
+                work = tf.tanh(tf.matmul(work, work))
+            loss += 1e-30 * tf.reduce_mean(work)
     optimizer = v1.train.GradientDescentOptimizer(1.0, use_locking=True)
     train_op = optimizer.minimize(loss, global_step=v1.train.get_global_step())
     scaffold = None
@@ -124,15 +128,6 @@ class StopAt(v1.train.SessionRunHook):
         if FAULT == "stop-hook":
             run_context.request_stop()
 
-
-def burn():
-    while True:
-        hashlib.pbkdf2_hmac("sha256", b"busy", b"server", 100_000)  # without the interpreter's lock
-
-
-own_task = f"{os.environ.get('DLROVER_TASK_TYPE')}-{os.environ.get('DLROVER_TASK_RANK')}"
-if own_task == BURNING and os.environ.get("DLROVER_CLUSTER_VERSION") == "1":
-    threading.Thread(target=burn, daemon=True).start()
 
 with open(os.path.join(DIRECTORY, "starts.txt"), "a") as starts:  # one line for each process that imports this
     is_warm = "dlrover.trainer.worker.zygote" in sys.modules
