@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -224,8 +225,9 @@ def test_two_jobs_do_not_see_each_other_and_a_name_is_taken_once(lab: RayLab, st
     lab.await_nothing_left(TRAINED_STEPS)
 
 
-def test_no_secret_is_where_ray_shows_it(lab: RayLab, start: StartJob):
-    job = start("--nodes", "1", "--env", "API_KEY=verysecretvalue")
+def test_no_secret_is_where_ray_shows_it(lab: RayLab, start: StartJob, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("API_KEY", "verysecretvalue")
+    job = start("--nodes", "1", "--env", "API_KEY")
     job.await_steps(world_size=1)
     account = job.account()
     [worker] = job.workers().values()
@@ -244,10 +246,41 @@ def test_no_secret_is_where_ray_shows_it(lab: RayLab, start: StartJob):
     shown += [
         path.read_text(errors="replace") for path in session.rglob("*") if path.is_file() and "/logs/" in str(path)
     ]
-    for secret in (account.token, "verysecretvalue"):
+    secrets = (account.token, "verysecretvalue")
+    for secret in secrets:
         assert [text[:200] for text in shown if secret in text] == []
+    # What Ray keeps for restarting an actor is in the memory of its own processes.
+    keepers = ray_processes(lab)
+    assert {name for name, _ in keepers} >= {"gcs_server", "raylet"}
+    assert [name for name, pid in keepers if memory_holds(pid, job.found().job_uid.encode())], (
+        "the search finds what is there"
+    )
+    found = [(name, secret[:4]) for name, pid in keepers for secret in secrets if memory_holds(pid, secret.encode())]
+    assert found == []
     job.let_end()
     assert job.wait() == 0, job.output()
+
+
+def ray_processes(lab: RayLab) -> list[tuple[str, int]]:
+    """Name and pid of each process of Ray itself in this cluster."""
+    nodes = [lab.cluster.head_node, *lab.machines]
+    found = [(name, each.process.pid) for node in nodes for name, all_ in node.all_processes.items() for each in all_]
+    return [(name, pid) for name, pid in found if psutil.pid_exists(pid)]
+
+
+def memory_holds(pid: int, needle: bytes) -> bool:
+    """Whether the bytes are in what the process has written."""
+    with open(f"/proc/{pid}/mem", "rb") as memory, open(f"/proc/{pid}/maps") as maps:
+        for line in maps:
+            words = line.split()
+            if not words[1].startswith("rw") or (len(words) > 5 and words[5].startswith("/dev/")):
+                continue
+            begin, end = (int(word, 16) for word in words[0].split("-"))
+            with contextlib.suppress(OSError, ValueError):
+                memory.seek(begin)
+                if needle in memory.read(end - begin):
+                    return True
+    return False
 
 
 def _value(key: str) -> bytes | None:
