@@ -48,6 +48,7 @@ from dlrover.platforms.kubernetes.elastic_job import (
     JsonObject,
     MasterRecord,
     SuspendPolicy,
+    forgets_when_suspended,
 )
 from dlrover.platforms.kubernetes.job.fleet import fleet_of
 from dlrover.protocol.errors import Rejected
@@ -192,7 +193,7 @@ def _suspending(job: ElasticJob, seen: JobObjects, now: float) -> OperatorDecisi
         return _written(job, seen, now, _suspended(job, following(record, now)), tuple(_adoptions(job, seen)))
     has_able_master = any(is_ready(pod) and not pod.metadata.deletion_timestamp for pod in masters)
     if running and has_able_master and _can_release(job):
-        sentence = f"{len(running)} pods save and leave."
+        sentence = " ".join((f"{len(running)} pods save and leave.", forgets_when_suspended(job))).strip()
         return _written(job, seen, now, _leaving(job, record, sentence), wake_at=now + LOOK_AGAIN)
     doomed = [pod for pod in masters or nodes if pod.metadata.deletion_timestamp is None]
     removals = tuple(DeleteObject(kind=ObjectKind.POD, name=pod.metadata.name, uid=pod.metadata.uid) for pod in doomed)

@@ -15,7 +15,15 @@ import msgspec
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.checkpoint import RequestSave
-from dlrover.protocol.messages.fleet import MigrateNode, RestartJob, ResumeJob, ScaleJob, ScaleReplicas, SuspendJob
+from dlrover.protocol.messages.fleet import (
+    MigrateNode,
+    RestartJob,
+    ResumeJob,
+    ScaleJob,
+    ScaleReplicas,
+    SizeReplicas,
+    SuspendJob,
+)
 from dlrover.protocol.messages.frames import Answer, FromAgent, FromMaster, Refusal
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, JobStatus, Query, StopJob
 from dlrover.protocol.messages.requests import SteeringCommand
@@ -30,6 +38,7 @@ Question = (
     | StopJob
     | ScaleJob
     | ScaleReplicas
+    | SizeReplicas
     | MigrateNode
     | SuspendJob
     | ResumeJob

@@ -241,12 +241,16 @@ def suspend(
         return
     if not is_releasing:
         raise ConfigError("--keep-nodes is for jobs outside of a cluster: a suspended ElasticJob has no pods.")
-    _change(
-        namespace,
-        name,
-        {"spec": {"suspend": True}},
-        f"The job {name} is suspended; `dlrover job resume {name}` ends that.",
-    )
+
+    async def change(jobs: ClusterJobs) -> None:
+        from dlrover.platforms.kubernetes.elastic_job import forgets_when_suspended
+
+        if loss := forgets_when_suspended(await jobs.get(name)):
+            echo(f"Warning: {loss}", err=True)
+        await jobs.change(name, {"spec": {"suspend": True}})
+        typer.echo(f"The job {name} is suspended; `dlrover job resume {name}` ends that.")
+
+    _run(namespace, change)
 
 
 @app.command()

@@ -42,6 +42,7 @@ from dlrover.protocol.messages.fleet import (
     RestartJob,
     ResumeJob,
     ScaleReplicas,
+    SizeReplicas,
     Strategy,
     SuspendJob,
     UpdateClusterVersion,
@@ -249,16 +250,26 @@ def _scale_replicas(command: ScaleReplicas, decision: Decision) -> Reply:
     return Done()
 
 
+def _size_replicas(command: SizeReplicas, decision: Decision) -> Reply:
+    fleet = _running_fleet(decision.state)
+    replicas = fleet.replicas.get(command.node_type)
+    if replicas is None:
+        raise Rejected(f"This job has no nodes of type {command.node_type.value}.", code=ErrorCode.BAD_SCALE)
+    _check_size(command.resource, f"Nodes of type {command.node_type.value}", ErrorCode.BAD_SCALE)
+    resource = targets.given(replicas.spec.resource, as_decoded(command.resource))
+    _check_limits(job_limits.excess_if_sized(fleet, command.node_type, resource), ErrorCode.BAD_SCALE)
+
+    targets.size_later_nodes(decision, command.node_type, resource)
+    decision.announce(decision.on.person_decided)
+    return Done()
+
+
 def _migrate(command: MigrateNode, decision: Decision) -> Reply:
     fleet = _running_fleet(decision.state)
     node = fleet.nodes.get(command.node)
     if node is None or not node.is_live or node.phase is NodePhase.INITIAL:
         raise Rejected(f"Node {command.node} is not there to be exchanged.", code=ErrorCode.BAD_MIGRATION)
-    odd = _odd_number(msgspec.to_builtins(command.resource))
-    if odd:
-        raise Rejected(f"{node.label} cannot be exchanged so: {odd}.", code=ErrorCode.BAD_MIGRATION)
-    if command.resource.cpu < 0 or command.resource.memory_mb < 0 or command.resource.gpus < 0:
-        raise Rejected(f"{node.label} cannot have less than nothing: {command.resource}.", code=ErrorCode.BAD_MIGRATION)
+    _check_size(command.resource, node.label, ErrorCode.BAD_MIGRATION)
     if node.id in fleet.migrations or node.id in fleet.migrations.values():
         raise Rejected(f"{node.label} is being exchanged already.", code=ErrorCode.BAD_MIGRATION)
     if node.id in fleet.servers.dropped or node.is_finished:
@@ -274,6 +285,13 @@ def _migrate(command: MigrateNode, decision: Decision) -> Reply:
     decision.announce(decision.on.person_decided)
     decision.is_unsettled = True
     return Done()
+
+
+def _check_size(resource: Resource, whose: str, code: ErrorCode) -> None:
+    if odd := _odd_number(msgspec.to_builtins(resource)):
+        raise Rejected(f"{whose} cannot have this size: {odd}.", code=code)
+    if resource.cpu < 0 or resource.memory_mb < 0 or resource.gpus < 0:
+        raise Rejected(f"{whose} cannot have less than nothing: {resource}.", code=code)
 
 
 def on_job_grows(decision: Decision, max_nodes: int) -> None:
@@ -482,6 +500,7 @@ HANDLERS: Handlers = {
     NodeChanged: _node_changed,
     LaunchRefused: _launch_refused,
     ScaleReplicas: _scale_replicas,
+    SizeReplicas: _size_replicas,
     MigrateNode: _migrate,
     SuspendJob: _suspend,
     ResumeJob: _resume,

@@ -21,6 +21,12 @@ def excess_if_scaled(fleet: Fleet, node_type: NodeType, count: int) -> str:
     return excess(fleet.spec.limits, ((counts[kind], each.spec.resource) for kind, each in fleet.replicas.items()))
 
 
+def excess_if_sized(fleet: Fleet, node_type: NodeType, resource: Resource) -> str:
+    """With all nodes of one type of another size."""
+    sizes = {kind: replicas.spec.resource for kind, replicas in fleet.replicas.items()} | {node_type: resource}
+    return excess(fleet.spec.limits, ((each.target, sizes[kind]) for kind, each in fleet.replicas.items()))
+
+
 def excess_if_resized(fleet: Fleet, node: FleetNode, resource: Resource) -> str:
     """With another size of this node. That both are there for a moment does not count."""
     return excess(fleet.spec.limits, ((1, each) for each in (*_others(fleet, node), resource)))

@@ -75,6 +75,24 @@ def _sized(resource: Resource, planned: PlannedGroup | PlannedNode) -> Resource:
     return replace(resource, cpu=cpu, memory_mb=memory_mb)
 
 
+def size_later_nodes(decision: Decision, node_type: NodeType, resource: Resource) -> None:
+    """Of nodes that are added. Who is there keeps its size, and so does who takes its place."""
+    replicas = life_cycle.fleet_of(decision).replicas[node_type]
+    if replicas.spec.resource != resource:
+        replicas.spec = replace(replicas.spec, resource=resource)
+        decision.say(f"Nodes of type {node_type.value} that are added from now on have another size: {resource}.")
+
+
+def given(resource: Resource, wanted: Resource) -> Resource:
+    """The parts that are wanted, and the others as they are."""
+    return Resource(
+        cpu=wanted.cpu or resource.cpu,
+        memory_mb=wanted.memory_mb or resource.memory_mb,
+        gpus=wanted.gpus or resource.gpus,
+        gpu_type=wanted.gpu_type or resource.gpu_type,
+    )
+
+
 def scale_workers(decision: Decision, node_type: NodeType, count: int) -> None:
     """More: the lowest free ranks. Fewer: first who does not run yet, then the highest ranks; never critical ones.
 

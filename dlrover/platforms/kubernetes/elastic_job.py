@@ -221,3 +221,14 @@ class ElasticJob(Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def key(self) -> str:
         return f"{self.metadata.namespace}/{self.metadata.name}"
+
+
+def forgets_when_suspended(job: ElasticJob) -> str:
+    """What a suspension costs a job that has run, as a sentence. Empty: nothing, its journal stays."""
+    stays = job.spec.master.journal is not None or job.spec.suspend_policy is SuspendPolicy.KEEP_MASTER
+    if stays or job.status.master is None:
+        return ""
+    return (
+        "The journal goes with the master's pod: a resumed job reads the data records again that were used since its last "
+        "checkpoint. spec.master.journal, or spec.suspendPolicy: KeepMaster, keeps it."
+    )

@@ -226,6 +226,13 @@ class ScaleReplicas(Struct, tag=True, frozen=True, kw_only=True):
     count: int
 
 
+class SizeReplicas(Struct, tag=True, frozen=True, kw_only=True):
+    """Nodes of this type that are added from now on have this size. A part that is 0 stays; nodes that are there keep theirs."""
+
+    node_type: NodeType
+    resource: Resource
+
+
 class MigrateNode(Struct, tag=True, frozen=True, kw_only=True):
     """Give a node other resources: a new one is started, the old one goes when it is ready."""
 
@@ -306,6 +313,7 @@ FleetCommand = (
     | LaunchRefused
     | ScaleJob
     | ScaleReplicas
+    | SizeReplicas
     | MigrateNode
     | SuspendJob
     | ResumeJob

@@ -57,6 +57,7 @@ from dlrover.protocol.messages.fleet import (
     ResumeJob,
     ScaleJob,
     ScaleReplicas,
+    SizeReplicas,
     Strategy,
     SuspendJob,
     UpdateClusterVersion,
@@ -713,6 +714,7 @@ AgentCommand = (
     | StopJob
     | ScaleJob
     | ScaleReplicas
+    | SizeReplicas
     | MigrateNode
     | SuspendJob
     | ResumeJob

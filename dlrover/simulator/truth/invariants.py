@@ -41,6 +41,7 @@ from dlrover.protocol.messages.fleet import (
     ResumeJob,
     ScaleJob,
     ScaleReplicas,
+    SizeReplicas,
     SuspendJob,
 )
 from dlrover.protocol.messages.job import (
@@ -134,6 +135,7 @@ _OF_NO_NODE = (
     SuspendJob,
     ResumeJob,
     ScaleReplicas,
+    SizeReplicas,
     PsReady,
 )
 

@@ -20,6 +20,7 @@ from dlrover.protocol.messages.fleet import (
     ResumeJob,
     ScaleJob,
     ScaleReplicas,
+    SizeReplicas,
     Strategy,
     SuspendJob,
 )
@@ -165,6 +166,42 @@ class TestScaling:
             with pytest.raises(Rejected) as refused:
                 scene.do(command)
             assert refused.value.code == "bad-scale"
+
+
+class TestSizes:
+    def test_nodes_that_are_added_have_the_new_size_and_those_that_are_there_keep_theirs(self) -> None:
+        small = Resource(cpu=2, memory_mb=4096)
+        scene = FleetScene().begin(ps_job(worker={"resource": small}, resource=small)).run()
+        newest = max(scene.launches)
+        scene.do(SizeReplicas(node_type=NodeType.WORKER, resource=Resource(cpu=6)))
+        assert max(scene.launches) == newest, "it launches and removes nothing"
+        scene.do(ScaleReplicas(node_type=NodeType.WORKER, count=2))
+        added = scene.launches[newest + 1]
+        assert added.resource == Resource(cpu=6, memory_mb=4096), "a part that is not given stays"
+        scene.vanish(newest, exit_reason=NodeExit.KILLED)
+        assert scene.launches[newest + 2].rank == scene.launches[newest].rank
+        assert scene.launches[newest + 2].resource == small, "who takes the place of a node has its size"
+        scene.do(ScaleReplicas(node_type=NodeType.PS, count=3))
+        assert scene.launches[newest + 3].resource == small, "other types keep theirs"
+
+    @pytest.mark.parametrize(
+        ("node_type", "resource", "said"),
+        [
+            (NodeType.EVALUATOR, Resource(cpu=1), "no nodes of type evaluator"),
+            (NodeType.WORKER, Resource(cpu=-1), "less than nothing"),
+            (NodeType.WORKER, Resource(cpu=math.nan), "give a finite number"),
+            (NodeType.WORKER, Resource(cpu=5), "10 cores, and the job's limit is 8"),
+        ],
+    )
+    def test_a_size_that_no_node_can_have_is_refused(self, node_type: NodeType, resource: Resource, said: str) -> None:
+        spec = FleetSpec(
+            replicas={NodeType.WORKER: ReplicaSpec(count=2, resource=Resource(cpu=2))}, limits=Resource(cpu=8)
+        )
+        scene = FleetScene(terms(2, 2)).begin(spec).train(0, 1)
+        with pytest.raises(Rejected, match=said) as refused:
+            scene.do(SizeReplicas(node_type=node_type, resource=resource))
+        assert refused.value.code == "bad-scale"
+        assert scene.fleet.replicas[NodeType.WORKER].spec.resource == Resource(cpu=2)
 
 
 class TestMigration:

@@ -44,6 +44,7 @@ from dlrover.protocol.messages.fleet import (
     ResumeJob,
     ScaleJob,
     ScaleReplicas,
+    SizeReplicas,
     Strategy,
     SuspendJob,
 )
@@ -52,7 +53,7 @@ from tests.core.fleet.fleet_scene import FleetScene, workers
 from tests.core.scene import failure, terms
 
 INDEX = st.integers(0, 11)
-PEOPLE = (DefineFleet, NodesListed, ScaleJob, ScaleReplicas, MigrateNode, RestartJob)
+PEOPLE = (DefineFleet, NodesListed, ScaleJob, ScaleReplicas, SizeReplicas, MigrateNode, RestartJob)
 """Commands that want nodes for other reasons than an end; a list may bring back what was lost with a journal."""
 
 
@@ -285,6 +286,11 @@ class FleetLife(RuleBasedStateMachine):
                 self.scene.do(ScaleReplicas(node_type=kind, count=low + more))
             else:
                 self.scene.do(ScaleJob(min_nodes=low, max_nodes=low + more))
+
+    @rule(kind=st.sampled_from(NodeType), cpu=st.integers(-1, 8))
+    def size(self, kind: NodeType, cpu: int) -> None:
+        with perhaps_refused():
+            self.scene.do(SizeReplicas(node_type=kind, resource=Resource(cpu=cpu)))
 
     @rule(index=INDEX)
     def migrate(self, index: int) -> None:

@@ -186,6 +186,21 @@ class TestSteering:
         await terminal.says("job", "stop", "demo", "--delete")
         assert await terminal.lab.names_of(ELASTIC_JOBS) == []
 
+    async def test_a_suspension_that_loses_the_journal_is_warned_about(self, terminal: Terminal) -> None:
+        await terminal.lab.apply("lost")
+        _, _, before = await terminal.run("job", "suspend", "lost")
+        assert "journal" not in before, "a job that never ran loses nothing"
+        for name, journal in (("kept", {"size": "1Gi"}), ("lost", None)):
+            if journal:
+                await terminal.lab.apply(name, master={"journal": journal})
+            status = {"status": {"phase": "Running", "master": {"index": 0}}}
+            answer = await terminal.lab.api.patch(
+                ELASTIC_JOBS, name, status, namespace="default", kind=PatchKind.MERGE, subresource="status"
+            )
+            taken(answer)
+            code, _, said = await terminal.run("job", "suspend", name)
+            assert (code, "The journal goes with the master's pod" in said) == (0, name == "lost"), said
+
     async def test_list_and_describe_tell_what_is(self, terminal: Terminal) -> None:
         await terminal.lab.start_operator()
         await terminal.lab.apply()

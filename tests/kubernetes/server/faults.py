@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Literal
 
 import msgspec
@@ -111,8 +111,8 @@ class Faults:
         return _broken(request)
 
     @contextlib.contextmanager
-    def open_watch(self, target: Target) -> Iterator[Awaitable[bytes | None]]:
-        """Counts an open watch. What it gives ends when the watch must: with a last line, or None for a broken connection."""
+    def open_watch(self, target: Target) -> Iterator[Callable[[], Coroutine[None, None, bytes | None]]]:
+        """Counts an open watch. What it gives, called, ends when the watch must: with a last line, or None for a broken connection."""
         fault = next((one for one in self.active if one.effect in ("cut", "gone") and one.fits("watch", target)), None)
         if fault is not None:
             fault.spend()
@@ -124,7 +124,7 @@ class Faults:
             return _GONE_LINE if fault is not None and fault.effect == "gone" and not end.done() else None
 
         try:
-            yield trouble()
+            yield trouble
         finally:
             self._watches.discard(end)
 

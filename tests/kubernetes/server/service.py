@@ -106,7 +106,7 @@ class Service:
             async with contextlib.aclosing(lines):
                 with self.faults.open_watch(target) as trouble:
                     await response.prepare(request)
-                    await _send(request, response, lines, trouble)
+                    await _send(request, response, lines, trouble())
                     await response.write_eof()
         return response
 

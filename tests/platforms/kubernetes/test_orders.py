@@ -22,6 +22,7 @@ from dlrover.protocol.messages.fleet import (
     ResumeJob,
     ScaleJob,
     ScaleReplicas,
+    SizeReplicas,
     Strategy,
     SuspendJob,
 )
@@ -109,9 +110,17 @@ def test_a_plan_becomes_commands_and_zero_counts() -> None:
     wanted = orders.plan_of(plan(replicaResourceSpecs=spec), job(), Strategy.PS)
     assert wanted.commands == (
         ScaleReplicas(node_type=NodeType.WORKER, count=3),
+        SizeReplicas(node_type=NodeType.PS, resource=Resource(cpu=4.0)),
         ScaleReplicas(node_type=NodeType.PS, count=0),
     )
-    assert wanted.note == "Without effect: resource of ps."
+    assert wanted.note == "The resource of ps is that of later nodes. migratePods changes one that runs."
+
+
+def test_a_plan_may_give_nothing_but_the_size_of_later_nodes() -> None:
+    spec = {"worker": {"resource": {"memory": "8Gi", "nvidia.com/gpu": 2}}}
+    [command] = orders.plan_of(plan(replicaResourceSpecs=spec), job(), Strategy.ALLREDUCE).commands
+    resource = Resource(memory_mb=8192, gpus=2, gpu_type="nvidia.com/gpu")
+    assert command == SizeReplicas(node_type=NodeType.WORKER, resource=resource)
 
 
 def test_pods_are_exchanged_by_name_or_id() -> None:
@@ -131,7 +140,7 @@ def test_pods_are_exchanged_by_name_or_id() -> None:
     [
         ({}, "changes nothing"),
         ({"replicaResourceSpecs": {"evaluator": {"replicas": 1}}}, "no nodes of type evaluator. It has worker, ps"),
-        ({"replicaResourceSpecs": {"ps": {"resource": {"cpu": 4}}}}, "gives only a resource for ps"),
+        ({"replicaResourceSpecs": {"ps": {"resource": {"cpu": "many"}}}}, "ps: 'many' is not a resource quantity"),
         ({"createPods": [{"name": "a"}]}, "names no pods to create"),
         ({"migratePods": [{"name": "demo"}]}, "names no node"),
         ({"migratePods": [{"id": 1, "resource": {"cpu": "many"}}]}, "many"),

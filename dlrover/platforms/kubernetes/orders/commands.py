@@ -25,6 +25,7 @@ from dlrover.protocol.messages.fleet import (
     ResumeJob,
     ScaleJob,
     ScaleReplicas,
+    SizeReplicas,
     Strategy,
     SuspendJob,
 )
@@ -32,7 +33,7 @@ from dlrover.protocol.messages.identity import PlatformId
 from dlrover.protocol.messages.job import StopJob
 from dlrover.protocol.messages.scaling import ScaleTo
 
-OrderCommand = SuspendJob | ResumeJob | ScaleJob | ScaleTo | ScaleReplicas | MigrateNode | StopJob
+OrderCommand = SuspendJob | ResumeJob | ScaleJob | ScaleTo | ScaleReplicas | SizeReplicas | MigrateNode | StopJob
 MANUAL = "manual"
 _LEAST, _MOST = "worker/min", "worker/max"
 """Names of the workers' bounds beside the numbers of the types."""
@@ -44,7 +45,7 @@ class PlanCommands(Struct, frozen=True, kw_only=True):
 
     commands: tuple[OrderCommand, ...]
     note: str = ""
-    """What of it has no effect; for its status."""
+    """What of it has no effect on nodes that are there; for its status."""
 
 
 def suspension_of(job: ElasticJob) -> SuspendJob | ResumeJob:
@@ -98,24 +99,24 @@ def plan_of(plan: PlanObject, job: ElasticJob, strategy: Strategy) -> PlanComman
     if spec.create_pods or spec.remove_pods:
         raise ConfigError("A manual plan names no pods to create or remove. Give replicas of a type instead.")
     commands: list[OrderCommand] = []
-    ignored = []
+    sized = []
     types = {name: node_type for node_type, name, _ in training_types(job)}
     for name, planned in spec.replica_resource_specs.items():
         if name not in types:
             raise ConfigError(f"The job {job.metadata.name} has no nodes of type {name}. It has {', '.join(types)}.")
+        if planned.resource:  # first, so that nodes that the plan adds have it
+            commands.append(SizeReplicas(node_type=types[name], resource=_resource(planned.resource, f"{name}: ")))
+            sized.append(name)
         if planned.replicas is not None:
             commands.append(_resize(types[name], planned.replicas, strategy))
-        if planned.resource:
-            ignored.append(name)
     commands += [_migration(each) for each in spec.migrate_pods]
-    if not commands and not ignored:
-        raise ConfigError("The plan changes nothing. Give replicas of a type, or migratePods.")
     if not commands:
-        raise ConfigError(
-            f"The plan gives only a resource for {', '.join(ignored)}. Sizes of running nodes change by migratePods, those of "
-            "later ones by the job's template."
-        )
-    note = f"Without effect: resource of {', '.join(ignored)}." if ignored else ""
+        raise ConfigError("The plan changes nothing. Give replicas or a resource of a type, or migratePods.")
+    note = (
+        f"The resource of {', '.join(sized)} is that of later nodes. migratePods changes one that runs."
+        if sized
+        else ""
+    )
     return PlanCommands(commands=tuple(commands), note=note)
 
 
@@ -133,8 +134,12 @@ def _migration(pod: PlannedPod) -> MigrateNode:
     node = pod.id if pod.id is not None else int(found[1]) if found else None
     if node is None:
         raise ConfigError(f"migratePods: {pod.name or 'an entry'} names no node. Give the name of a pod, or its id.")
-    try:
-        resource = resource_of(dict(pod.resource)) if pod.resource else Resource()
-    except ConfigError as error:
-        raise ConfigError(f"migratePods: {pod.name or node}: {error}") from error
+    resource = _resource(pod.resource, f"migratePods: {pod.name or node}: ") if pod.resource else Resource()
     return MigrateNode(node=PlatformId(node), resource=resource)
+
+
+def _resource(written: Mapping[str, object], whose: str) -> Resource:
+    try:
+        return resource_of(written)
+    except ConfigError as error:
+        raise ConfigError(f"{whose}{error}") from error
