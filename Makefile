@@ -185,11 +185,13 @@ bench-diagnosis: $(STAMP) ## more than 250 faults of 38 kinds in jobs of four wo
 bench-goodput: $(STAMP) ## goodput with a worker killed every 30 s: ours, torchrun, dlrover 0.6.1 (about 35 minutes)
 	$(BIN)/python benchmarks/goodput.py --json goodput.json
 
-bench-kubernetes: $(STAMP) ## replaced pods, a thousand pods, lost masters, jobs that cannot run (about 10 minutes; lost masters need root)
+bench-kubernetes: $(STAMP) ## replaced pods, a thousand pods, lost masters, orders of people, jobs that cannot run, 200 jobs (about 15 minutes; some need root)
 	$(BIN)/python benchmarks/kubernetes_client.py
 	$(BIN)/python benchmarks/kubernetes_pods.py
 	$(BIN)/python benchmarks/kubernetes_refusals.py
 	$(BIN)/python benchmarks/kubernetes_masters.py
+	$(BIN)/python benchmarks/kubernetes_orders.py
+	$(BIN)/python benchmarks/kubernetes_operator.py
 
 bench-monitoring: $(STAMP) ## what watching costs: a step with and without the hooks, each hook, the agent's share (about 1 minute)
 	$(BIN)/python benchmarks/monitoring.py

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import pytest
 
+from dlrover.operator.actions import ObjectKind
+from dlrover.operator.cluster_view import RESOURCES
+from dlrover.platforms.kubernetes.names import JOB_NAME
 from tests.kubernetes.jobs.conftest import QUICK
 from tests.kubernetes.jobs.stage import JOBS, TrainingJob
 from tests.kubernetes.kubelet.client import Body
 from tests.kubernetes.machine import LocalCluster
+from tests.kubernetes.servers import Server
 
 PLANS = "/apis/elastic.iml.github.io/v1alpha1/namespaces/default/scaleplans"
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(600)]
@@ -134,3 +138,43 @@ async def test_a_master_without_the_right_to_create_pods_leaves_them_to_the_oper
     assert job.losses() == pytest.approx(undisturbed.losses(), rel=1e-3)
     finding = await job.audit()
     assert (finding["num_seen"], finding["is_complete"]) == (6000, True)
+
+
+NEED_A_SCHEDULER = (ObjectKind.VOLCANO_GROUP, ObjectKind.COSCHEDULING_GROUP)
+"""Their definitions are not those of Kubernetes; tests/kubernetes/operator has them."""
+
+
+async def test_nothing_is_left_of_a_job_that_is_deleted_while_it_trains(
+    api_server: Server, cluster: LocalCluster
+) -> None:
+    if not api_server.has_controllers:
+        pytest.skip("needs the collector of kube-controller-manager")
+    job = TrainingJob(cluster, "removed", workers=2, options=("--records=60000", "--pace=0.3"))
+    await job.submit()
+    await edit(job, {"spec": {"network": {"policy": True}}})
+    await job.until_step(2)
+    await write_plan(job, "larger", replicaResourceSpecs={"worker": {"replicas": 3}})
+    await until_plan_ended(job, "larger")
+    kinds = [
+        resource for kind, resource in RESOURCES.items() if kind not in (*NEED_A_SCHEDULER, ObjectKind.ELASTIC_JOB)
+    ]
+
+    async def left() -> set[str]:
+        found = set()
+        for each in kinds:
+            base = f"/apis/{each.group}/{each.version}" if each.group else f"/api/{each.version}"
+            path = f"{base}/namespaces/default/{each.plural}?labelSelector={JOB_NAME}={job.name}"
+            if (await cluster.api.get(path))["items"]:
+                found.add(each.kind)
+        return found
+
+    async def all_there() -> bool:
+        return await left() == {each.kind for each in kinds}
+
+    await cluster.until(all_there, "the job has an object of each kind")
+    await job.delete()
+
+    async def is_empty() -> bool:
+        return not await left()
+
+    await cluster.until(is_empty, "nothing of the job is left", 180.0)
