@@ -255,7 +255,9 @@ def _size_replicas(command: SizeReplicas, decision: Decision) -> Reply:
     replicas = fleet.replicas.get(command.node_type)
     if replicas is None:
         raise Rejected(f"This job has no nodes of type {command.node_type.value}.", code=ErrorCode.BAD_SCALE)
-    _check_size(command.resource, f"Nodes of type {command.node_type.value}", ErrorCode.BAD_SCALE)
+    _check_size(
+        command.resource, f"Nodes of type {command.node_type.value}", "cannot have this size", ErrorCode.BAD_SCALE
+    )
     resource = targets.given(replicas.spec.resource, as_decoded(command.resource))
     _check_limits(job_limits.excess_if_sized(fleet, command.node_type, resource), ErrorCode.BAD_SCALE)
 
@@ -269,7 +271,7 @@ def _migrate(command: MigrateNode, decision: Decision) -> Reply:
     node = fleet.nodes.get(command.node)
     if node is None or not node.is_live or node.phase is NodePhase.INITIAL:
         raise Rejected(f"Node {command.node} is not there to be exchanged.", code=ErrorCode.BAD_MIGRATION)
-    _check_size(command.resource, node.label, ErrorCode.BAD_MIGRATION)
+    _check_size(command.resource, node.label, "cannot be exchanged so", ErrorCode.BAD_MIGRATION)
     if node.id in fleet.migrations or node.id in fleet.migrations.values():
         raise Rejected(f"{node.label} is being exchanged already.", code=ErrorCode.BAD_MIGRATION)
     if node.id in fleet.servers.dropped or node.is_finished:
@@ -287,9 +289,9 @@ def _migrate(command: MigrateNode, decision: Decision) -> Reply:
     return Done()
 
 
-def _check_size(resource: Resource, whose: str, code: ErrorCode) -> None:
+def _check_size(resource: Resource, whose: str, refusal: str, code: ErrorCode) -> None:
     if odd := _odd_number(msgspec.to_builtins(resource)):
-        raise Rejected(f"{whose} cannot have this size: {odd}.", code=code)
+        raise Rejected(f"{whose} {refusal}: {odd}.", code=code)
     if resource.cpu < 0 or resource.memory_mb < 0 or resource.gpus < 0:
         raise Rejected(f"{whose} cannot have less than nothing: {resource}.", code=code)
 
