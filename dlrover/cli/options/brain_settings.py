@@ -45,7 +45,8 @@ def brain_of(
     min_nodes: int = 1,
     node_unit: int = 1,
 ) -> tuple[BrainTerms | None, tuple[str, ...]]:
-    """The terms, and notes for the console. None: the job has no Brain. Raises `ConfigError`."""
+    """The terms, and notes for the console. None: the job has no Brain. Raises `ConfigError` for what the command line says; a variable may come from
+    the manifest of another system, so a wrong one costs the job its Brain only."""
     address = options.brain or environ.get(ADDRESS, "").strip()
     recipe = options.recipe
     if not address:
@@ -56,7 +57,12 @@ def brain_of(
     if len(recipe) > MAX_NAME:
         raise ConfigError(f"--recipe: give a name of at most {MAX_NAME} characters.")
     shown = f"--brain {address}" if options.brain else f"The variable {ADDRESS}={address}"
-    parsed = parse_address(address, default_port=DEFAULT_PORT, shown=shown)
+    try:
+        parsed = parse_address(address, default_port=DEFAULT_PORT, shown=shown)
+    except ConfigError as error:
+        if options.brain:
+            raise
+        return None, (f"The job runs without Brain: {error}",)
     token_file = options.brain_token_file or environ.get(TOKEN_FILE, "")
     if token_file and not os.access(token_file, os.R_OK):
         raise ConfigError(f"The token file {token_file} for Brain cannot be read. Give a file that this user may read.")

@@ -195,7 +195,14 @@ class BrainClient:
             self._news.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. A mistake in here costs the job its Brain, never its master."""
+        try:
+            await self._converse()
+        except Exception:
+            log.exception("brain is left alone until the next master of this job: an unexpected error")
+            await asyncio.get_running_loop().create_future()  # the master ends when a task of its own returns
+
+    async def _converse(self) -> None:
         pause = self._patience.first_pause
         while True:
             try:
@@ -226,11 +233,7 @@ class BrainClient:
                     await self._ask(JobEnded(job=self._job, reason=end.reason, totals=totals))
         except (Unavailable, Rejected, TimeoutError) as error:
             why = str(error) or f"no answer within {self._patience.farewell:g} s"
-            log.warning(
-                "brain has not heard all of this job reason=%s; `dlrover brain tell %s` tells it later if the journal is kept",
-                why,
-                self._journal,
-            )
+            log.warning("brain has not heard all of this job reason=%s", why)
         finally:
             await self._channel.close()
 

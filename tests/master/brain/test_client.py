@@ -15,7 +15,7 @@ from dlrover.master.brain.client import BrainClient, BrainPatience, job_ref
 from dlrover.master.brain.past_runs import past_runs
 from dlrover.master.config import BrainTerms
 from dlrover.master.journal.journal import Journal
-from dlrover.protocol.messages.brain import Allowance, JobRecipe, NodeEndKind
+from dlrover.protocol.messages.brain import Allowance, BrainQuestion, BrainReply, JobRecipe, NodeEndKind
 from dlrover.protocol.messages.fleet import (
     NodeChanged,
     NodeEventKind,
@@ -118,6 +118,22 @@ async def test_a_job_begins_without_a_brain_that_is_away(journal: Path, trouble:
         assert await client_of(brain, DrivenJob(is_defined=False), journal).begin() is None
 
 
+async def test_an_unexpected_error_costs_the_job_its_brain_only(
+    journal: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BrokenBrain(FakeBrain):
+        def _answer(self, question: BrainQuestion) -> BrainReply:
+            raise ArithmeticError("a mistake in the client's own code")
+
+    brain = BrokenBrain()
+    task = asyncio.ensure_future(client_of(brain, DrivenJob(), journal).run())
+    await brain.until(lambda: "ArithmeticError" in caplog.text)
+    assert not task.done(), "the master ends when one of its own tasks returns"
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
 async def test_runs_decisions_facts_and_lost_nodes_are_told(journal: Path) -> None:
     brain, shell = FakeBrain(), DrivenJob()
     client = client_of(brain, shell, journal)
@@ -211,7 +227,7 @@ async def test_the_end_of_a_job_does_not_wait_for_a_frozen_brain(
 ) -> None:
     client = client_of(FakeBrain(is_frozen=True), DrivenJob(), journal)
     await asyncio.wait_for(client.finish(END), 30)
-    assert "dlrover brain tell" in caplog.text
+    assert "brain has not heard all of this job" in caplog.text
 
 
 async def test_an_allowance_is_the_jobs_room_until_it_lapses(journal: Path) -> None:
