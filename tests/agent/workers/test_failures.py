@@ -102,6 +102,7 @@ def test_a_taken_port_counts_only_where_the_coordinator_binds() -> None:
     ("changes", "kind", "message"),
     [
         ({"exit_code": 3}, FailureKind.EXIT_CODE, "exit code 3"),
+        ({"exit_code": 86}, FailureKind.PEER_LOST, "exit code 86"),  # a survivor that has told its last step
         ({"number": signal.SIGSEGV}, FailureKind.SIGNAL, "ended by SIGSEGV"),
         ({"number": 41}, FailureKind.SIGNAL, "ended by signal 41"),
         ({"number": signal.SIGKILL}, FailureKind.SIGNAL, "ended by SIGKILL"),

@@ -73,8 +73,8 @@ def test_the_bits_are_those_of_an_undisturbed_run(
     jobs: JobFactory, tmp_path: Path, num_ranks: int, num_kills: int, options: tuple[str, ...]
 ) -> None:
     """A busy machine may exceed the limit of a last breath; then the job goes back to its snapshot, and the bits are the same."""
-    lives, _ = kill_at_random(jobs, tmp_path, num_ranks, num_kills, options)
-    if num_kills > 2:
+    lives, err = kill_at_random(jobs, tmp_path, num_ranks, num_kills, options)
+    if num_kills > 2 or ALLOWED_DOUBT not in err:  # of two kills a busy machine may turn both into a doubt
         assert any(begin % SAVE_EVERY for begin in lives.begins()[0]), "not one last step was kept"
 
 
