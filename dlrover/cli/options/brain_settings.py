@@ -4,7 +4,6 @@ Which Brain a job speaks with, and as what: from the command line, else from the
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -97,6 +96,8 @@ def recipe_of(name: str, entry: Entry | None) -> JobRecipe:
 
 def _hash_of(path: str) -> str:
     """Empty: it cannot be read here; the job itself says so when it matters."""
+    import hashlib  # late: the launcher reads these options and starts light
+
     try:
         with open(path, "rb") as script:
             return hashlib.sha256(script.read(MAX_SCRIPT)).hexdigest()

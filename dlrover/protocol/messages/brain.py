@@ -11,7 +11,6 @@ Nothing here carries a path, an environment or code: scripts and datasets are to
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -482,6 +481,8 @@ def kept_of(run: RunMeasured) -> RunMeasured:
 
 def digest_of(runs: Iterable[RunMeasured]) -> str:
     """Of what is stored of these runs, in the order of their numbers: equal on both sides if nothing is lost and nothing is there twice."""
+    import hashlib  # late: the launcher reads the terms of Brain and starts light
+
     digest = hashlib.sha256()
     for run in sorted(runs, key=lambda each: each.number):
         digest.update(_ENCODER.encode(kept_of(run)))
