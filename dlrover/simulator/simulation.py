@@ -31,6 +31,7 @@ from dlrover.simulator.truth.breaths import LastBreaths
 from dlrover.simulator.truth.data import DataTraffic
 from dlrover.simulator.truth.invariants import Violation, bound_of, check_in_full
 from dlrover.simulator.truth.ledger import Ledger
+from dlrover.simulator.truth.restarts import RestartTruth
 from dlrover.simulator.truth.saves import SaveTraffic
 from dlrover.simulator.truth.scaling import ScalingTruth
 from dlrover.simulator.truth.store import StoreTraffic
@@ -75,6 +76,7 @@ class Simulation:
         self.store = StoreTraffic(self)
         self.saves = SaveTraffic(self)
         self.syncs = SyncTraffic(self)
+        self.restarts = RestartTruth(self)
         self.breaths = LastBreaths(self)
         dataset = plan.shape.dataset
         self.tasks = VirtualTasks(self, dataset) if dataset is not None and plan.shape.has_tasks else None

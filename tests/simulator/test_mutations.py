@@ -42,7 +42,7 @@ from dlrover.master.loop.turn import Turn
 from dlrover.protocol.messages.check import ExitClass
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages.frames import Answer, Request
-from dlrover.protocol.messages.job import Limits, NodeId, Round, Run
+from dlrover.protocol.messages.job import Limits, NodeId, RestartPolicy, Round, Run
 from dlrover.protocol.messages.kv import KvGet, KvQuery
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
 from dlrover.simulator.faults.kinds import Fault
@@ -84,6 +84,21 @@ def masters_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
 
 def lost_nodes_are_charged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(blame, "is_charged", lambda incident: True)
+
+
+def the_same_step_is_progress(patch: pytest.MonkeyPatch) -> None:
+    """A script that fails at one place is restarted without end."""
+    original = blame.made_progress
+
+    def made_progress(policy: RestartPolicy, restarts: blame.Restarts, incident: blame.Incident) -> bool:
+        is_same = incident.step is not None and incident.step == restarts.best_step
+        return is_same or original(policy, restarts, incident)
+
+    patch.setattr(blame, "made_progress", made_progress)
+
+
+def progress_is_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(blame, "made_progress", lambda policy, restarts, incident: False)
 
 
 def worlds_ignore_the_unit(patch: pytest.MonkeyPatch) -> None:
@@ -448,6 +463,8 @@ the search goes on from the first one.
         (commands_are_applied_twice, {"I6", "core"}),
         (masters_are_not_fenced, {"I6", "I5"}),
         (lost_nodes_are_charged, {"I7"}),
+        (the_same_step_is_progress, {"I7"}),
+        (progress_is_not_seen, {"I7"}),
         (ports_serve_two_rounds, {"I1"}),
         (repeated_joins_prolong_the_call, {"call"}),
         (trackers_go_back, {"I4"}),

@@ -164,6 +164,7 @@ class Masters:
         sim.store.journal_lost()
         sim.saves.journal_lost()
         sim.syncs.journal_lost()
+        sim.restarts.journal_lost()
         sim.people.journal_lost()
         sim.scaling.journal_lost()
         sim.ledger.journal_lost()

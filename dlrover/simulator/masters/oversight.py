@@ -48,6 +48,8 @@ def stage(sim: Simulation, master: VirtualMaster, work: VirtualWork, now: Micros
         origin=origin,
         round=state.rendezvous.round,
         num_restarts=state.restarts.num_restarts,
+        num_spent=sum(state.restarts.spent.values()),
+        num_without_progress=state.restarts.num_without_progress,
         is_stale=is_stale(job, command),
         num_checks=state.check.num_checks,
         is_repeated=is_repeated,

@@ -4,7 +4,7 @@ What must never happen, as checks from outside the core.
 Each check looks at the state of the job and at what the simulation knows of the real world, and returns a sentence when
 something is wrong. `AFTER_COMMAND` runs on what a command touched, `IN_FULL` on everything, now and then and at the end.
 Those of checkpoints (I4), data (I3), parameter servers, suspensions and sync points stand with what they are compared with, in
-`saves`, `data`, `beside`, `people` and `syncs`.
+`saves`, `data`, `beside`, `people` and `syncs`; so does what counts as progress (I7), in `restarts`.
 
 * I1 one world is active, and a node is in at most one.
 * I2 a world has at least the minimum, at most the maximum, a multiple of the unit, and distinct ranks.
@@ -12,7 +12,7 @@ Those of checkpoints (I4), data (I3), parameter servers, suspensions and sync po
 * I4 also: the newest checkpoint of a directory, and with it the tracker, never goes back.
 * I5 the state after a replay is the state before the crash, bit for bit.
 * I6 a message of an older incarnation or an older master changes nothing, and no command is applied twice.
-* I7 restarts are charged for failures only, and never beyond the budget.
+* I7 restarts are charged for failures only, and never beyond the budget; nothing but progress ends a row of restarts without.
 * call: a repeated join never prolongs the last call.
 * goodput: the classes of each node rank sum to the time it was there.
 * I8 when faults stop and enough nodes exist, the job makes progress within a bounded time, and ends for a reason.
@@ -102,6 +102,9 @@ class Touched(NamedTuple):
     origin: Origin | None
     round: int
     num_restarts: int
+    num_spent: int
+    """Of these, the ones that were charged to a node rank."""
+    num_without_progress: int
     is_stale: bool
     """It named a node in a life that was not the current one."""
     is_repeated: bool
@@ -231,6 +234,10 @@ def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
     if policy.max_restarts is None and restarts.num_without_progress > policy.max_without_progress:
         return f"{restarts.num_without_progress} restarts in a row without progress"
     return None
+
+
+def _only_progress_counts(sim: Simulation, job: Job, touched: Touched) -> str | None:
+    return sim.restarts.explain_count(job, touched)
 
 
 def _relaunches_are_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
@@ -479,6 +486,7 @@ AFTER_COMMAND: list[tuple[str, CommandCheck]] = [
     ("call", _repeated_joins_prolong_nothing),
     ("I4", _tracker_never_goes_back),
     ("I7", _budget_is_kept),
+    ("I7", _only_progress_counts),
     ("I7", _relaunches_are_kept),
     ("fleet", _ranks_have_one_node),
     ("check", _blame_is_just),
