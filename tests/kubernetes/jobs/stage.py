@@ -70,6 +70,8 @@ class TrainingJob:
         self._options = options
         self.folder = Path()
         """What the pods see as /data. Known when the job is submitted."""
+        self._has_claim = True
+        """For the journal."""
 
     async def submit(
         self,
@@ -104,6 +106,7 @@ class TrainingJob:
         container["resources"] = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": memory}}
         if mode:
             job["spec"]["master"]["options"] = {"platform": mode}
+        self._has_claim = has_journal
         if not has_journal:
             del job["spec"]["master"]
         program: Body = {
@@ -226,7 +229,13 @@ class TrainingJob:
         return {int(event["step"]): float(event["loss"]) for event in self.events("step")}
 
     async def audit(self) -> Body:
-        """What the master's journal says of the data."""
+        """What the master's journal says of the data. One without a claim is there as long as its master runs."""
+        if not self._has_claim:
+            [pod] = await self.pods("dlrover-master")
+            volumes = (
+                self.cluster.folder / "nodes" / pod["spec"]["nodeName"] / "pods" / pod["metadata"]["uid"] / "volumes"
+            )
+            return audit(volumes / "dlrover-journal" / "journal.sqlite")
         claims = "/api/v1/namespaces/default/persistentvolumeclaims"
         claim = await self.cluster.api.get(f"{claims}/elasticjob-{self.name}-journal")
         return audit(self.cluster.folder / "claims" / claim["metadata"]["uid"] / "journal.sqlite")
