@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -94,8 +95,12 @@ async def test_a_plan_runs_once_through_two_restarts_of_the_master(lab: PodLab) 
 async def test_zero_counts_and_a_plan_that_is_refused_says_why(lab: PodLab) -> None:
     master = Master(lab)
     orders = asyncio.ensure_future(lab.platform().take_orders(master.ask, 1))
+    begun_at = datetime.now(UTC).replace(microsecond=0)
     await write_plan(lab, "none", 0)
-    assert (await ended(lab, "none"))["status"]["phase"] == "Succeeded"
+    status = (await ended(lab, "none"))["status"]
+    assert status["phase"] == "Succeeded"
+    created_at, finished_at = (datetime.fromisoformat(status[each]) for each in ("createTime", "finishTime"))
+    assert begun_at <= created_at <= finished_at <= datetime.now(UTC)
     assert master.sizes == [0], "it was told, and not taken for a number that is absent"
     await write_plan(lab, "many", 1000)
     plan = await ended(lab, "many")
@@ -155,12 +160,14 @@ async def test_a_master_that_dies_before_a_plan_has_ended_leaves_its_true_end_to
     async with PodLab(server.kubeconfig) as lab:
         await write_spec(lab, "half-done", spec)
         await DyingMaster(lab, server, exchanged, plural).run_until_struck()
+        claimed = (await lab.cluster.get(f"{PLANS.format(lab.namespace)}/half-done"))["status"]
         orders = asyncio.ensure_future(lab.platform().take_orders(DyingMaster(lab, server, exchanged).ask, 2))
         status = (await ended(lab, "half-done"))["status"]
         await write_plan(lab, "later", 3)  # when it is done, the second master has gone through the first plan
         await ended(lab, "later")
         assert (await lab.cluster.get(f"{PLANS.format(lab.namespace)}/half-done"))["status"] == status
         assert (status["phase"], message in status["message"]) == (phase, True), status
+        assert status["createTime"] == claimed["createTime"], "of the master that began with it"
         orders.cancel()
         await asyncio.gather(orders, return_exceptions=True)
 
