@@ -252,6 +252,20 @@ def test_a_job_is_scaled_up_and_down_while_it_runs(jobs, tmp_path):
     job.finish()
 
 
+def test_a_suspended_job_has_no_node_until_it_is_resumed_and_then_finishes(jobs, tmp_path):
+    job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=off")
+    job.trains(0, 1, size=2)
+    former, life = {job.node(rank) for rank in (0, 1)}, job.last(0).life
+    job.command("job", "suspend", JOB, "--release")
+    wait_until(lambda: not jobs.pids("dlrover.cli.run"), explain=lambda: job.host.err)
+    assert "suspended" in job.command("status", JOB)
+    assert job.host.process.poll() is None, job.host.err
+    job.command("job", "resume", JOB)
+    job.trains(0, 1, size=2, after=life)
+    assert not former & {job.node(rank) for rank in (0, 1)}
+    job.finish()
+
+
 @pytest.mark.skipif(bool(available()), reason=available() or "-")
 def test_nodes_have_addresses_of_their_own_and_an_interrupt_ends_everything(jobs, tmp_path):
     job = LocalJob(jobs, tmp_path, "--nodes=2", "--netns=on")

@@ -520,6 +520,24 @@ def test_numbers_of_pods_are_written_seldom_and_everything_else_at_once() -> Non
     assert [type(action) for action in cluster.decide().actions][-1] is ApplyStatus
 
 
+def test_the_status_counts_the_pods_of_each_type_by_phase() -> None:
+    cluster = running()
+    for index, phase in enumerate(("Pending", "Running", "Running", "Succeeded", "Failed")):
+        cluster.add_worker(index, phase)
+    leaving = cluster.pods[cluster.add_worker(5)]
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.wait(2)
+    cluster.run()
+    counts = cluster.status.replica_statuses
+    assert set(counts) == {"worker", names.MASTER_TYPE}
+    worker = counts["worker"]
+    assert (worker.pending, worker.active, worker.succeeded, worker.failed) == (1, 2, 1, 1), (
+        "without the one that leaves"
+    )
+    assert counts[names.MASTER_TYPE].active == 1
+    assert cluster.status.status.replica_statuses == counts, "where old readers look"
+
+
 def test_a_status_that_was_lost_is_read_back_from_the_pods() -> None:
     cluster = running()
     cluster.end(cluster.master(), exit_code=1)

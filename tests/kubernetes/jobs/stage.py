@@ -70,6 +70,8 @@ class TrainingJob:
         self._options = options
         self.folder = Path()
         """What the pods see as /data. Known when the job is submitted."""
+        self._has_claim = True
+        """For the journal."""
 
     async def submit(
         self,
@@ -79,8 +81,13 @@ class TrainingJob:
         restarts: int | None = None,
         least: int | None = None,
         mode: str = "",
+        launcher: tuple[str, ...] = (),
+        prelude: str = "",
     ) -> None:
-        """`least`: the job trains with so many workers, too. `mode`: who creates the pods."""
+        """
+        `least`: the job trains with so many workers, too. `mode`: who creates the pods. `launcher`: more options of dlrover-run.
+        `prelude`: lines before the program.
+        """
         job, claim = yaml.safe_load_all((EXAMPLE / "job.yaml").read_text())
         job["metadata"]["name"] = self.name
         claim["metadata"]["name"] = f"{self.name}-data"
@@ -95,18 +102,21 @@ class TrainingJob:
         if least is not None:
             worker["minReplicas"] = least
         command = [word.replace("--nnodes=3", f"--nnodes={size}") for word in container["command"]]
-        container["command"] = [*command, *self._options]
+        container["command"] = [command[0], *launcher, *command[1:], *self._options]
         container["resources"] = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": memory}}
         if mode:
             job["spec"]["master"]["options"] = {"platform": mode}
+        self._has_claim = has_journal
         if not has_journal:
             del job["spec"]["master"]
-        program = {
+        program: Body = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": "points-program"},
-            "data": {"train.py": (EXAMPLE / "train.py").read_text()},
+            "data": {"train.py": prelude + (EXAMPLE / "train.py").read_text()},
         }
+        if prelude:  # other jobs share theirs
+            program["metadata"]["name"] = spec["volumes"][0]["configMap"]["name"] = f"{self.name}-program"
         made = await self.cluster.apply(yaml.safe_dump_all([program, claim, job]))
         self.uid = made[2]["metadata"]["uid"]
         self.folder = self.cluster.folder / "claims" / made[1]["metadata"]["uid"]
@@ -219,7 +229,13 @@ class TrainingJob:
         return {int(event["step"]): float(event["loss"]) for event in self.events("step")}
 
     async def audit(self) -> Body:
-        """What the master's journal says of the data."""
+        """What the master's journal says of the data. One without a claim is there as long as its master runs."""
+        if not self._has_claim:
+            [pod] = await self.pods("dlrover-master")
+            volumes = (
+                self.cluster.folder / "nodes" / pod["spec"]["nodeName"] / "pods" / pod["metadata"]["uid"] / "volumes"
+            )
+            return audit(volumes / "dlrover-journal" / "journal.sqlite")
         claims = "/api/v1/namespaces/default/persistentvolumeclaims"
         claim = await self.cluster.api.get(f"{claims}/elasticjob-{self.name}-journal")
         return audit(self.cluster.folder / "claims" / claim["metadata"]["uid"] / "journal.sqlite")

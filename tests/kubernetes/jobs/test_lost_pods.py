@@ -8,8 +8,10 @@ of a job that nothing happened to, and each record was used once.
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -140,19 +142,43 @@ async def assert_trains_on(job: TrainingJob, mains: dict[int, int], num_lives: i
     assert len(job.events("start")) == num_lives
 
 
-async def test_a_killed_master_is_back_in_its_pod_and_no_worker_notices(running: TrainingJob) -> None:
-    mains, num_lives = running.mains(await running.until_running()), len(running.events("start"))
-    master = await the_master(running)
-    running.cluster.tell(master["spec"]["nodeName"], "signal", pod=f"default/{master['metadata']['name']}", number=9)
+@pytest.mark.parametrize("has_claim", [True, False], ids=["claim", "no-claim"])
+async def test_a_killed_master_is_back_in_its_pod_with_its_journal(
+    cluster: LocalCluster, undisturbed: TrainingJob, has_claim: bool
+) -> None:
+    """The container is another one, the pod and its volumes are the same. No worker notices, and nothing is forgotten."""
+    name = "killed" if has_claim else "killed-no-claim"
+    job = TrainingJob(cluster, name, workers=2, options=(*QUICK, "--pace=0.3"))
+    await job.submit(has_journal=has_claim)
+    await job.until_step(3)
+    pods = await job.until_running()
+    mains, num_lives = job.mains(pods), len(job.events("start"))
+    master = await the_master(job)
+    cluster.tell(master["spec"]["nodeName"], "signal", pod=f"default/{master['metadata']['name']}", number=9)
 
     async def is_back() -> bool:
-        pod = await running.cluster.pod(master["metadata"]["name"])
+        pod = await cluster.pod(master["metadata"]["name"])
         assert pod is not None
         state = pod["status"]["containerStatuses"][0]
         return state["restartCount"] == 1 and "running" in state["state"]
 
-    await running.cluster.until(is_back, "the master runs again in its pod")
-    await assert_trains_on(running, mains, num_lives)
+    await cluster.until(is_back, "the master runs again in its pod")
+    await assert_trains_on(job, mains, num_lives)
+    await cluster.api.delete(pod_path("default", pods[1]["metadata"]["name"]))
+    replacement = await job.until_replaced(1, pods[1])
+    await job.until_trained_by(replacement)
+    assert job.mains({0: (await job.until_running())[0]}) == {0: mains[0]}
+    assert len(await job.pods()) <= 3, "no pod is made twice"
+    finding = await job.audit()
+    assert finding["num_seen"] > 0
+    assert (finding["repeated"], finding["missing"], finding["num_trusted"]) == ([], [], 0), "it begins with the job"
+    job.hurry()
+    assert await job.until_ended() == "Succeeded", await job.status()
+    assert job.losses() == pytest.approx(undisturbed.losses(), rel=1e-3)
+    if has_claim:
+        finding = await job.audit()
+        assert (finding["num_seen"], finding["is_complete"]) == (6000, True)
+    await job.delete()
 
 
 async def test_a_deleted_master_is_followed_by_one_that_replaces_pods(running: TrainingJob) -> None:
@@ -201,6 +227,46 @@ async def test_a_master_without_a_claim_decides_when_the_token_of_the_former_has
     [kept] = [each for each in (await job.status())["conditions"] if each["type"] == "JournalKept"]
     assert kept["status"] == "False"
     await job.delete()
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+async def test_a_master_that_goes_on_beside_the_next_one_doubles_no_rank(
+    cluster: LocalCluster, running: TrainingJob
+) -> None:
+    """Issue 17, line 10: its pod's object is gone while it stands still on a machine that hears of nothing."""
+    pods = await running.until_running()
+    master = await the_master(running)
+    name, machine = master["metadata"]["name"], master["spec"]["nodeName"]
+    old = cluster.life(master).pid
+    rank = next(rank for rank, pod in pods.items() if pod["spec"]["nodeName"] != machine)
+    cluster.tell(machine, "silence")
+    cluster.tell(machine, "signal", pod=f"default/{name}", number=signal.SIGSTOP)
+    await cluster.until(lambda: is_stopped(old), "the master stands still")
+    try:
+        await cluster.api.delete(pod_path("default", name), grace=0)
+        await running.until_replaced_master(master)
+        assert is_stopped(old)
+        cluster.tell(machine, "signal", pod=f"default/{name}", number=signal.SIGCONT)
+        # Both masters learn that a worker is lost, by its agent's stream if not by the API server.
+        await cluster.api.delete(pod_path("default", pods[rank]["metadata"]["name"]))
+        replacement = await running.until_replaced(rank, pods[rank])
+        await running.until_trained_by(replacement)
+    finally:
+        cluster.tell(machine, "speak")
+    running.hurry()
+    assert await running.until_ended() == "Succeeded", await running.status()
+    for each in pods:
+        steps = [event for event in running.events("step") if event["rank"] == each]
+        lives = [life for life, _ in itertools.groupby((event["pod"], event["pid"]) for event in steps)]
+        assert len(lives) == len(set(lives)), f"two agents of rank {each} trained at once: {lives}"
+    worlds = [int(event["world_size"]) for event in running.events("step")]
+    assert set(worlds) == {2}
+    assert sorted(running.losses()) == list(range(1, 101))
+    finding = await running.audit()
+    assert (finding["num_seen"], finding["repeated"], finding["missing"]) == (6000, [], [])
 
 
 async def test_a_master_on_a_silent_machine_is_followed(running: TrainingJob) -> None:

@@ -82,11 +82,26 @@ async def test_numbers_and_plans_change_the_world_and_run_once(cluster: LocalClu
     assert await job.until_ended() == "Succeeded", await job.status()
 
 
+USES_ITS_GRACE = """
+import signal
+
+def end(number, frame):
+    record(event="told", number=number)
+    time.sleep(1.0)
+    record(event="put away")
+    raise SystemExit(1)
+
+signal.signal(signal.SIGTERM, end)
+"""
+"""What a worker does that has something to put away. A worker that is killed writes none of it."""
+
+
 async def test_a_suspended_job_has_no_pod_and_goes_on_without_a_record_twice(
     cluster: LocalCluster, undisturbed: TrainingJob
 ) -> None:
-    job = TrainingJob(cluster, "pause", workers=4, options=(*QUICK, "--pace=0.3"))
-    await job.submit()
+    options = (*QUICK, "--pace=0.3", "--checkpoint-every=50")  # the pause comes long before the first step in storage
+    job = TrainingJob(cluster, "pause", workers=4, options=options)
+    await job.submit(launcher=("--save-at-breakpoint",), prelude=USES_ITS_GRACE)
     await job.until_step(5)
     await edit(job, {"spec": {"suspend": True}})
 
@@ -95,9 +110,18 @@ async def test_a_suspended_job_has_no_pod_and_goes_on_without_a_record_twice(
         return not pods and (await job.status()).get("phase") == "Suspended"
 
     await cluster.until(is_empty, "no pod of the suspended job is left", 180.0)
-    step = job.step()
+    step, num_starts = job.step(), len(job.events("start"))
+    assert 5 <= step < 50
+    for kind in ("told", "put away"):
+        assert sorted(int(event["rank"]) for event in job.events(kind)) == [0, 1, 2, 3], (
+            f"workers that came to {kind!r}"
+        )
     await edit(job, {"spec": {"suspend": False}})
     await job.until_step(step + 3)
+    went_on_at = {int(event["step"]) for event in job.events("start")[num_starts:]}
+    assert len(went_on_at) == 1
+    # The last step was in memory alone, or its save had just begun.
+    assert step - 1 <= went_on_at.pop() <= step, "the agents had time to write what was in memory"
     status = await job.status()
     assert status["master"].get("restarts", 0) == 0, "a suspension costs no restart of the master"
     job.hurry()

@@ -77,6 +77,13 @@ async def test_a_job_gets_its_objects_runs_and_ends(lab: Lab) -> None:
     ]
     secret = read(taken(await lab.api.get(SECRETS, "elasticjob-demo-token", namespace=NAMESPACE)))
     assert len(base64.b64decode(secret["data"]["token"])) == 64
+
+    async def is_counted() -> bool:
+        status = (await lab.job())["status"]
+        counts = status.get("replicaStatuses") or {}
+        return counts.get("dlrover-master", {}).get("active") == 1 and status["status"]["replicaStatuses"] == counts
+
+    await lab.until(is_counted, "the running master in status.replicaStatuses, and where old readers look")
     await lab.end_pod(master(), message=DONE)
     await lab.phase_is("Succeeded")
     await lab.until(lambda: _no_pod_stays(lab), "deletion of all pods")

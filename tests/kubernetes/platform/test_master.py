@@ -16,6 +16,7 @@ import pytest
 from dlrover.platforms.kubernetes import names
 from tests.kubernetes.kubelet.client import ApiError
 from tests.kubernetes.platform.lab import ELASTIC_JOBS, TEMPLATE, PodLab
+from tests.kubernetes.server.access.tokens import User
 from tests.kubernetes.server.faults import Fault
 from tests.platforms.contract import DEADLINE
 
@@ -234,3 +235,40 @@ async def test_a_job_that_cannot_run_is_refused_before_anything_is_made(lab, tmp
     assert "there is no worker" in running.said
     with pytest.raises(ApiError, match="404"):
         await lab.ledger(JOB)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param({"effect": "html"}, id="a proxy's page"),
+        pytest.param({"effect": "status", "code": 401}, id="an expired token"),
+    ],
+)
+async def test_a_server_that_answers_nonsense_in_mid_run_costs_no_pod(server, lab, tmp_path, fault):
+    """Issue 17, line 13: nothing is deleted meanwhile, and what was lost is replaced afterwards."""
+    own, many = "the-master's-token", 1_000_000
+    server.cluster.tokens.add(own, User("master", ("system:masters", "system:authenticated")))
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(lab.kubeconfig.read_text().replace(server.token, own))
+    await add_job(lab)
+    async with master(lab, tmp_path, KUBECONFIG=str(kubeconfig)) as running:
+        before = await until_pods(lab, 0, 1)
+        kept, lost = (names.pod_name(JOB, "worker", node) for node in (0, 1))
+        trouble = server.faults.inject(Fault(**fault, token=own, times=many))
+        server.faults.cut_watches()
+        async with asyncio.timeout(DEADLINE):
+            while many - trouble.times < 3:  # noqa: ASYNC110 (there is no event for it)
+                await asyncio.sleep(0.05)
+            lab.soon(lab._end(lost, "Failed", 1, "Error"))
+            struck = trouble.times
+            while struck - trouble.times < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert running.process.returncode is None
+        assert {name: pod["metadata"]["uid"] for name, pod in (await lab.pods()).items()} == {
+            name: pod["metadata"]["uid"] for name, pod in before.items()
+        }
+        assert server.faults.counts["delete", "pods"] == 0, "not even tried"
+        server.faults.withdraw()
+        after = await until_pods(lab, 0, 2)
+        assert after[kept]["metadata"]["uid"] == before[kept]["metadata"]["uid"]
+        assert len(await until_alive(lab, 3)) == 3, "the lost one's object, and one replacement"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from dlrover.platforms.kubernetes.orders.commands import OrderCommand
+from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
+from dlrover.protocol.messages.fleet import MigrateNode
 from dlrover.protocol.messages.scaling import ScaleTo
 from tests.kubernetes.kubelet.client import Body
 from tests.kubernetes.platform.lab import ELASTIC_JOBS, PodLab
+from tests.kubernetes.server import ApiServer
+from tests.kubernetes.server.faults import Fault
 from tests.kubernetes.servers import Server
 from tests.platforms.contract import DEADLINE, JOB
 
@@ -48,8 +53,11 @@ async def lab(api_server: Server) -> AsyncIterator[PodLab]:
 
 
 async def write_plan(lab: PodLab, name: str, replicas: int) -> None:
+    await write_spec(lab, name, {"replicaResourceSpecs": {"worker": {"replicas": replicas}}})
+
+
+async def write_spec(lab: PodLab, name: str, spec: dict[str, Any]) -> None:
     labels = {"elasticjob.dlrover/name": JOB, "scale-type": "manual"}
-    spec: dict[str, Any] = {"replicaResourceSpecs": {"worker": {"replicas": replicas}}}
     body = {"apiVersion": "elastic.iml.github.io/v1alpha1", "kind": "ScalePlan", "spec": spec}
     await lab.create(PLANS.format(lab.namespace), {**body, "metadata": {"name": name, "labels": labels}})
 
@@ -87,11 +95,89 @@ async def test_a_plan_runs_once_through_two_restarts_of_the_master(lab: PodLab) 
 async def test_zero_counts_and_a_plan_that_is_refused_says_why(lab: PodLab) -> None:
     master = Master(lab)
     orders = asyncio.ensure_future(lab.platform().take_orders(master.ask, 1))
+    begun_at = datetime.now(UTC).replace(microsecond=0)
     await write_plan(lab, "none", 0)
-    assert (await ended(lab, "none"))["status"]["phase"] == "Succeeded"
+    status = (await ended(lab, "none"))["status"]
+    assert status["phase"] == "Succeeded"
+    created_at, finished_at = (datetime.fromisoformat(status[each]) for each in ("createTime", "finishTime"))
+    assert begun_at <= created_at <= finished_at <= datetime.now(UTC)
     assert master.sizes == [0], "it was told, and not taken for a number that is absent"
     await write_plan(lab, "many", 1000)
     plan = await ended(lab, "many")
     assert (plan["status"]["phase"], plan["status"]["message"]) == ("Failed", "Give 1 to 100 nodes.")
     orders.cancel()
     await asyncio.gather(orders, return_exceptions=True)
+
+
+class DyingMaster(Master):
+    """As soon as a plan is told to it, its server refuses what comes next to one kind of object; then the test ends it."""
+
+    def __init__(self, lab: PodLab, server: ApiServer, exchanged: set[int], plural: str = "") -> None:
+        super().__init__(lab)
+        self.server = server
+        self.exchanged = exchanged
+        """Nodes that the job exchanges: its journal keeps them for the next master."""
+        self.fault = Fault(effect="status", code=503, plural=plural, times=_MANY)
+        self._is_armed = bool(plural)
+
+    async def ask(self, command: OrderCommand) -> None:
+        if isinstance(command, ScaleTo | MigrateNode) and self._is_armed:
+            self.server.faults.inject(self.fault)
+            self._is_armed = False
+        if isinstance(command, MigrateNode):
+            if command.node in self.exchanged:  # the core's own sentence
+                raise Rejected(f"worker {command.node} is being exchanged already.", code=ErrorCode.BAD_MIGRATION)
+            self.exchanged.add(command.node)
+        await super().ask(command)
+
+    async def run_until_struck(self) -> None:
+        orders = asyncio.ensure_future(self.lab.platform().take_orders(self.ask, 1))
+        async with asyncio.timeout(DEADLINE):
+            while self.fault.times == _MANY:  # noqa: ASYNC110 (there is no event for it)
+                await asyncio.sleep(0.01)
+        orders.cancel()
+        await asyncio.gather(orders, return_exceptions=True)
+        self.server.faults.withdraw()
+
+
+_MANY = 1_000_000
+AT_THE_NOTE, AT_THE_STATUS = "configmaps", "scaleplans"
+
+
+@pytest.mark.parametrize("plural", [AT_THE_NOTE, AT_THE_STATUS])
+@pytest.mark.parametrize(
+    ("spec", "phase", "message"),
+    [
+        pytest.param({"replicaResourceSpecs": {"worker": {"replicas": 1000}}}, "Failed", "Give 1 to 100", id="refused"),
+        pytest.param({"replicaResourceSpecs": {"worker": {"replicas": 7}}}, "Succeeded", "", id="taken"),
+        pytest.param({"migratePods": [{"id": 1}]}, "Succeeded", "", id="exchange"),
+    ],
+)
+async def test_a_master_that_dies_before_a_plan_has_ended_leaves_its_true_end_to_the_next(
+    server: ApiServer, spec: dict[str, Any], phase: str, message: str, plural: str
+) -> None:
+    exchanged: set[int] = set()
+    async with PodLab(server.kubeconfig) as lab:
+        await write_spec(lab, "half-done", spec)
+        await DyingMaster(lab, server, exchanged, plural).run_until_struck()
+        claimed = (await lab.cluster.get(f"{PLANS.format(lab.namespace)}/half-done"))["status"]
+        orders = asyncio.ensure_future(lab.platform().take_orders(DyingMaster(lab, server, exchanged).ask, 2))
+        status = (await ended(lab, "half-done"))["status"]
+        await write_plan(lab, "later", 3)  # when it is done, the second master has gone through the first plan
+        await ended(lab, "later")
+        assert (await lab.cluster.get(f"{PLANS.format(lab.namespace)}/half-done"))["status"] == status
+        assert (status["phase"], message in status["message"]) == (phase, True), status
+        assert status["createTime"] == claimed["createTime"], "of the master that began with it"
+        orders.cancel()
+        await asyncio.gather(orders, return_exceptions=True)
+
+
+async def test_an_exchange_of_a_node_that_is_being_exchanged_already_is_refused(server: ApiServer) -> None:
+    """Not a repetition: another plan wanted it."""
+    async with PodLab(server.kubeconfig) as lab:
+        orders = asyncio.ensure_future(lab.platform().take_orders(DyingMaster(lab, server, set()).ask, 1))
+        for name, phase in (("first", "Succeeded"), ("second", "Failed")):
+            await write_spec(lab, name, {"migratePods": [{"id": 1}]})
+            assert (await ended(lab, name))["status"]["phase"] == phase
+        orders.cancel()
+        await asyncio.gather(orders, return_exceptions=True)

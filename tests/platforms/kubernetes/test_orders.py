@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from dlrover.platforms.kubernetes.job.ledger_state import LedgerState, decode_st
 from dlrover.platforms.kubernetes.objects import decode
 from dlrover.platforms.kubernetes.orders import commands as orders
 from dlrover.platforms.kubernetes.scale_plan import PlanObject
-from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.fleet import (
     MigrateNode,
     NodeType,
@@ -155,3 +156,15 @@ def test_the_ledger_keeps_the_sizes_that_were_carried_out() -> None:
     state = LedgerState(epoch=3, sizes=(("ps", 2), ("worker", 4)))
     assert decode_state(encode_state(state)) == state
     assert decode_state({"epoch": "1"}).sizes == (), "a ledger of an older version has none"
+
+
+SAID_BY_THE_CORE = (Path(__file__).parents[2] / "core" / "transcripts" / "fleet" / "scaling.txt").read_text()
+
+
+def test_only_the_refusal_of_an_exchange_that_is_under_way_says_that_it_is_being_done() -> None:
+    exchange = MigrateNode(node=PlatformId(1), resource=Resource())
+    refusals = [line for line in SAID_BY_THE_CORE.splitlines() if line.startswith("! bad-migration")]
+    done = [refusal for refusal in refusals if orders.is_being_done(exchange, Rejected(refusal))]
+    assert done == ["! bad-migration: worker 1 (a-job-worker-1) is being exchanged already."]
+    assert len(refusals) > 1
+    assert not orders.is_being_done(ScaleTo(nodes=4), Rejected(done[0]))

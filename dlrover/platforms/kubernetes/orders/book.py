@@ -2,7 +2,8 @@
 Follows what people write into a job's objects, carries it out once, and says in the cluster what came of it.
 
 A plan is claimed in its status with the version that was read, and noted in the ledger when the job has taken it: a master that
-restarts carries out no plan twice. A plan that was claimed and not noted is carried out again: its numbers are absolute.
+restarts carries out no plan twice. A plan that was claimed and not noted is carried out again: its numbers are absolute, and an
+exchange that is under way counts as done. A refused plan is noted after its status says so.
 """
 
 from __future__ import annotations
@@ -172,17 +173,24 @@ class OrderBook:
         if uid in state.plans:
             await self._finish(plan, PlanPhase.SUCCEEDED, "")
             return False
-        if plan.status.phase != PlanPhase.SCALING.value and not await self._claim(plan):
+        was_begun = plan.status.phase == PlanPhase.SCALING.value
+        if not was_begun and not await self._claim(plan):
             return False  # it has changed: the next event tells how
         try:
             wanted = orders.plan_of(plan, job, self._job.strategy)
             for command in wanted.commands:
-                await ask(command)
+                try:
+                    await ask(command)
+                except Rejected as error:
+                    # It was asked before, and the answer did not come as far as the ledger.
+                    if not (was_begun and orders.is_being_done(command, error)):
+                        raise
         except (ConfigError, Rejected) as error:
             if isinstance(error, Rejected) and error.code in _NOT_YET:
                 return True
-            await self._ledger.note_plan(uid, self._epoch)
+            # The status first: a plan that the ledger has and that has not ended counts as carried out.
             await self._finish(plan, PlanPhase.FAILED, str(error))
+            await self._ledger.note_plan(uid, self._epoch)
             await self._tell(job, "PlanRefused", f"{plan.metadata.name}: {error}")
             return False
         await self._ledger.note_plan(uid, self._epoch)

@@ -17,7 +17,7 @@ from dlrover.platforms.kubernetes.elastic_job import ElasticJob, JobReplica
 from dlrover.platforms.kubernetes.job.fleet import training_types
 from dlrover.platforms.kubernetes.quantities import resource_of
 from dlrover.platforms.kubernetes.scale_plan import PlannedPod, PlanObject, PlanPhase
-from dlrover.protocol.errors import ConfigError
+from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.fleet import (
     MigrateNode,
     NodeType,
@@ -118,6 +118,11 @@ def plan_of(plan: PlanObject, job: ElasticJob, strategy: Strategy) -> PlanComman
         else ""
     )
     return PlanCommands(commands=tuple(commands), note=note)
+
+
+def is_being_done(command: OrderCommand, refusal: Rejected) -> bool:
+    """Whether the job refuses an exchange because it is under way. Numbers are absolute: the job takes them again."""
+    return isinstance(command, MigrateNode) and "is being exchanged already" in str(refusal)
 
 
 def _resize(node_type: NodeType, count: int, strategy: Strategy) -> OrderCommand:
