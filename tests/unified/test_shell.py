@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,10 +18,20 @@ from dlrover.unified.core.messages import EnsembleStatus
 from dlrover.unified.plan import pack as pack_plan
 from dlrover.unified.runtime.wire import CallHeader, freeze, thaw
 from dlrover.unified.shell.conductor_actor import ConductorActor
+from dlrover.unified.shell.driver import EnsembleHandle
 from dlrover.unified.shell.messages import ACCOUNT, pack
 from tests.unified.fake_ray import FakeActor, FakeRay, RayTaskError, fake_ray
 
 NAMESPACE = "dlrover/uid"
+
+
+async def test_a_job_that_has_ended_is_stopped_and_restarted_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Its conductor is away for good: nobody waits for its restart."""
+    with fake_ray(monkeypatch):
+        handle = EnsembleHandle(sys.modules["ray"], "job", "uid")
+        async with asyncio.timeout(20):
+            assert not await asyncio.to_thread(handle.stop)
+            assert not await asyncio.to_thread(handle.restart)
 
 
 class Loop:
