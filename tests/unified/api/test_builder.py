@@ -124,6 +124,20 @@ def test_the_timeout_of_a_group_of_nodes_has_one_limit(timeout: int, is_taken: b
             NodeGroupFailoverDesc(timeout=timeout)
 
 
+@pytest.mark.parametrize("strategy", [0, 1, 2])
+def test_a_failure_is_handled_when_it_happens_whatever_the_trigger_strategy(
+    strategy: int, caplog: pytest.LogCaptureFixture
+):
+    """Spec 11, §19, row 16: also the failure of a role that is no driver. A setting without effect is told."""
+    job = builder().role("a").run(ENTRY).role("b").run(ENTRY).not_driver().build()
+    ensemble = ensemble_of(job_config(job, failover_trigger_strategy=strategy, failover_exec_strategy=2))
+    assert {role.name: (role.is_driver, role.on_failure) for role in ensemble.roles} == {
+        "a": (True, OnFailure.ROLE),
+        "b": (False, OnFailure.ROLE),
+    }
+    assert ("is treated as 2" in caplog.text) is (strategy < 2)
+
+
 def test_roles_of_reinforcement_learning_have_their_defaults():
     job = rl().trainer(ENTRY).actor(ENTRY).rollout(ENTRY).reward(ENTRY).with_collocation_all().build()
     trainer = job.workloads["TRAINER"]
