@@ -211,9 +211,10 @@ chaos: $(STAMP) ## slow fault tests that are not part of `make test`
 chaos-ray: $(RAY_STAMP) ## the slow ones of the Ray platform: a machine that is silent for 90 s, and the recommended settings
 	$(RAY_BIN)/python -m pytest -m chaos tests/ray
 
-simulate: $(STAMP) ## a million injected faults against the control plane, and 100,000 in parameter-server jobs, on all cores
+simulate: $(STAMP) ## a million injected faults against the control plane, and 100,000 in parameter-server jobs, on all cores; 100,000 multi-role jobs
 	$(BIN)/python -m dlrover.simulator --faults 1000000 --seed 1
 	$(BIN)/python -m dlrover.simulator --faults 100000 --seed 1 --tasks
+	$(BIN)/python -m tests.unified.core.walks 100000
 
 false-alarms: $(STAMP) ## 10,000 simulated node-days of healthy, busy nodes: nobody may be given up
 	$(BIN)/python -m dlrover.simulator --false-alarms --node-days 10000 --seed 1

@@ -54,6 +54,8 @@ class RolePlan(Struct, frozen=True, kw_only=True):
     """Of a stream: keys of one step."""
     lease: float = 0.0
     """Of a stream: seconds that a feeder has for one key."""
+    takes_calls: bool = True
+    """False: a script of an elastic role that never serves. Calls to it are refused at once."""
     process_group: ProcessGroup | None = None
     is_named_as_of_old: bool = False
     """The instances see the variables of the historical interface."""
@@ -68,6 +70,10 @@ class EnsemblePlan(Struct, frozen=True, kw_only=True):
     """The user's object, as the user pickled it. Opened by the instances alone."""
     environ: dict[str, str] = {}
     runtime_env: dict[str, Any] = {}
+
+    def silent_roles(self) -> tuple[str, ...]:
+        """Those that take no calls."""
+        return tuple(name for name, role in self.roles.items() if not role.takes_calls)
 
 
 PLAN = msgspec.msgpack.Decoder(EnsemblePlan)

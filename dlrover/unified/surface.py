@@ -50,6 +50,7 @@ class Role(Struct, frozen=True, kw_only=True):
     options: tuple[str, ...] = ()
     """Of `dlrover-run`, for an elastic role."""
     standby: int = 0
+    takes_calls: bool = True
     batch: int = 0
     lease: float = 0.0
     process_group: ProcessGroup | None = None
@@ -116,8 +117,13 @@ class Role(Struct, frozen=True, kw_only=True):
         restart_pause: float = 1.0,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
+        takes_calls: bool | None = None,
     ) -> Role:
-        """An elastic job: `nproc` workers on each node, with all that `dlrover-run` does. `cpus` and the others: of one node."""
+        """
+        An elastic job: `nproc` workers on each node, with all that `dlrover-run` does. `cpus` and the others: of one node.
+
+        `takes_calls`: its script calls `serve` or publishes weights. None: a class or function takes calls, a script does not.
+        """
         least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
         if not 1 <= least <= most:
             raise ConfigError(
@@ -140,6 +146,7 @@ class Role(Struct, frozen=True, kw_only=True):
             env=dict(env or {}),
             options=tuple(options),
             standby=standby,
+            takes_calls=read_entry(entry).kind is not EntryPointKind.COMMAND if takes_calls is None else takes_calls,
         )
 
     @classmethod
@@ -261,6 +268,7 @@ class Ensemble:
             local_world_size=role.nproc,
             environ=dict(role.env),
             job=_elastic_plan(role, self.name, self._working_dir),
+            takes_calls=role.takes_calls,
             is_named_as_of_old=role.is_named_as_of_old,
         )
 

@@ -59,6 +59,7 @@ def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ens
                 cpus=0.5,
                 env={"PYTHONPATH": str(REPOSITORY)},
                 options=["--max-restarts=20"],
+                takes_calls=True,
             ),
             Role.simple(
                 "rollout", "examples.grpo.rollout.Rollout", count=2, cpus=0.5, needs=["reward"], max_restarts=20
@@ -168,9 +169,10 @@ def _raylet(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def new_lab(*, num_machines: int = 4) -> Iterator[RayLab]:
+def new_lab(*, num_machines: int = 4, settings: dict[str, int] | None = RECOMMENDED) -> Iterator[RayLab]:
+    """`settings`: of Ray's health check; None: its own, which take a machine for lost after about 14 s, and no busy one."""
     directory = tempfile.mkdtemp(prefix="dr-", dir="/tmp")
-    lab = RayLab(directory, settings=RECOMMENDED)
+    lab = RayLab(directory, settings=settings)
     try:
         for _ in range(num_machines):
             lab.add_machine(num_cpus=1)

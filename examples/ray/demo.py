@@ -5,7 +5,8 @@ The demonstration behind `make demo-ray`: an elastic job on a Ray cluster that i
 
 A head and four raylets start, `dlrover ray run` submits the program of examples/kubernetes with two nodes and a standby, and then SIGKILL goes to a
 worker, to a node's actor, to a whole raylet and to the job's host. Ends with a report of what each of these cost, computed from what the workers wrote.
-Exit code 0 only if the job recovered from all of it, each step has the same loss in each life, and nothing is left in the cluster.
+Exit code 0 only if the job recovered from all of it within three minutes, each step has the same loss in each life, and nothing is left in the
+cluster.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.ray.lab import RayLab, until  # noqa: E402
 PROGRAM = str(REPOSITORY / "examples" / "kubernetes" / "train.py")
 NUM_RECORDS = 24_000
 NUM_STEPS = NUM_RECORDS // 60
+TIME_LIMIT = 180.0
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -48,10 +50,13 @@ class Fault(Struct, frozen=True, kw_only=True):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="keep the folder with all logs")
+    parser.add_argument(
+        "--time-limit", type=float, default=TIME_LIMIT, metavar="SECONDS", help="for all of it (default %(default).0f)"
+    )
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="dr-", dir="/tmp"))
     try:
-        return Demo(folder).run()
+        return Demo(folder, options.time_limit).run()
     finally:
         if options.keep:
             print(f"Logs are in {folder}")
@@ -60,8 +65,9 @@ def main() -> int:
 
 
 class Demo:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, time_limit: float) -> None:
         self._folder = folder
+        self._time_limit = time_limit
         self._began_at = time.monotonic()
         self._faults: list[Fault] = []
 
@@ -161,6 +167,11 @@ class Demo:
             return 1
         if len(self._faults) != 4 or len(losses) != NUM_STEPS or unequal or not is_host_unnoticed:
             print("FAILED: what the demonstration claims was not seen")
+            return 1
+        if took > self._time_limit:
+            print(
+                f"FAILED: it took {took:.0f} s, and has {self._time_limit:.0f} s. Is this machine busy? See --time-limit."
+            )
             return 1
         print("  nothing is left in the cluster: no process, no actor, no key")
         return 0

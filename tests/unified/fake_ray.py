@@ -171,6 +171,8 @@ class FakeRay:
             remote=self.remote,
             get_actor=self.get_actor,
             kill=self.kill,
+            get=_wait_in_loop,
+            is_initialized=lambda: True,
             exceptions=exceptions,
             util=util,
             get_runtime_context=self.runtime_context,
@@ -201,6 +203,10 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
             METHODS.clear()
             sys.stdout, sys.stderr = streams
             asyncio.get_running_loop().set_task_factory(None)
+
+
+def _wait_in_loop(answer: Any, timeout: float) -> Any:
+    raise AssertionError("Whoever waits for an answer here holds the loop in which the actors live.")
 
 
 def _mortal(kind: type) -> type:

@@ -11,6 +11,9 @@ from dlrover.unified.runtime.current import Current, enter, leave
 from dlrover.unified.runtime.methods import METHODS, Methods
 from dlrover.unified.runtime.wire import CallHeader, Parts
 
+ME = "me"
+"""The role of this process. Given as a role, it answers its own calls."""
+
 
 class LoopbackWire:
     def __init__(self, roles: Mapping[str, list[object]]) -> None:
@@ -24,7 +27,8 @@ class LoopbackWire:
 
     def call(self, role: str, rank: int, header: CallHeader, parts: Parts) -> Future[Parts]:
         self.num_ranks(role)
-        return self._threads.submit(self._methods[role, rank].answer, header, parts, f"{role}-{rank}")
+        methods = METHODS if role == ME else self._methods[role, rank]
+        return self._threads.submit(methods.answer, header, parts, f"{role}-{rank}")
 
     def serve(self, answer: Callable[[CallHeader, Parts], Parts]) -> None:
         raise AssertionError("nothing calls this process")
@@ -41,7 +45,7 @@ class LoopbackWire:
 @contextmanager
 def loopback(**roles: list[object]) -> Iterator[Current]:
     """This process is `me-0` of a job with these roles."""
-    here = Current(job="job", job_uid="uid", role="me", rank=0, world_size=1, wire=LoopbackWire(roles))
+    here = Current(job="job", job_uid="uid", role=ME, rank=0, world_size=1, wire=LoopbackWire(roles))
     enter(here)
     try:
         yield here

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.protocol.errors import ConfigError
 from dlrover.unified.runtime.methods import Methods, rpc
 from dlrover.unified.runtime.relay_client import RelayWire
 from dlrover.unified.runtime.relay_frames import BadFrame, WorkerWelcome, read_head, read_message
@@ -56,9 +57,11 @@ class Adder:
 
 
 @asynccontextmanager
-async def relayed(tmp_path: Path) -> AsyncIterator[tuple[CallRelay, FakeWire, RelayWire]]:
+async def relayed(tmp_path: Path, *, takes_calls: bool = True) -> AsyncIterator[tuple[CallRelay, FakeWire, RelayWire]]:
     wire = FakeWire()
-    welcome = WorkerWelcome(job="job", job_uid="uid", role="policy", num_ranks={"policy": 2, "other": 1})
+    welcome = WorkerWelcome(
+        job="job", job_uid="uid", role="policy", num_ranks={"policy": 2, "other": 1}, takes_calls=takes_calls
+    )
     relay = CallRelay(wire, welcome, b"config", namespace="ns", actor="node-1")
     path = os.path.join(tmp_path, "s")
     relay.open(path)
@@ -121,6 +124,14 @@ async def test_a_worker_that_serves_is_in_the_book_and_is_called_until_it_dies(t
         assert place is not None
         assert place.incarnation == 2, "a life above the last"
         again.close()
+
+
+async def test_a_worker_of_a_role_that_takes_no_calls_cannot_serve(tmp_path: Path):
+    """Its callers were refused: a declaration that is missing is found by the first run of the script."""
+    async with relayed(tmp_path, takes_calls=False) as (_, wire, worker):
+        with pytest.raises(ConfigError, match=r"policy-1 serves. Give Role.elastic\('policy', …, takes_calls=True\)"):
+            await asyncio.to_thread(take_calls, worker)
+        assert wire.book.look("policy", 1) is None
 
 
 async def test_who_waits_for_a_worker_that_dies_is_told(tmp_path: Path):

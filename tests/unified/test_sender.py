@@ -8,7 +8,16 @@ import random
 import pytest
 
 from dlrover.unified.runtime.methods import Methods, rpc
-from dlrover.unified.runtime.wire import CallHeader, CallTimeout, InstanceLost, Parts, RoleGone, freeze, thaw
+from dlrover.unified.runtime.wire import (
+    CallHeader,
+    CallRefused,
+    CallTimeout,
+    InstanceLost,
+    Parts,
+    RoleGone,
+    freeze,
+    thaw,
+)
 from dlrover.unified.shell.book import KeyBook, Place
 from dlrover.unified.shell.sender import CalleeGone, CalleeUnsure, CallSender
 from tests.unified.key_values import FakeKeyValues
@@ -103,6 +112,16 @@ async def test_a_call_to_a_role_that_has_ended_is_refused():
     book.close_all("the job ends")
     with pytest.raises(RoleGone, match="the job ends"):
         await sender.send("r", 0, header(1), freeze(((), {})))
+
+
+async def test_a_call_to_a_script_that_takes_no_calls_is_refused_at_once():
+    book = KeyBook(FakeKeyValues(), "uid")
+    callee = Callee(book, random.Random(5))
+    sender = CallSender(book, callee, silent_roles=["r"])
+    with pytest.raises(CallRefused, match=r"note: role r is a script that takes no calls. .* takes_calls=True"):
+        async with asyncio.timeout(5):
+            await sender.send("r", 0, header(1), freeze(((), {})))
+    assert callee.runs == []
 
 
 async def test_a_call_waits_for_an_instance_that_starts_and_not_for_ever():

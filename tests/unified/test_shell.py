@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dlrover.cli.ray.messages import NEWS, JobOver, Said
-from dlrover.unified import Ensemble, Role, current, rpc
+from dlrover.unified import Ensemble, Role, current, group, rpc
 from dlrover.unified.core.messages import EnsembleStatus
+from dlrover.unified.plan import RoleKind, RolePlan
 from dlrover.unified.plan import pack as pack_plan
-from dlrover.unified.runtime.wire import CallHeader, freeze, thaw
+from dlrover.unified.runtime.wire import CallHeader, CallRefused, freeze, thaw
 from dlrover.unified.shell.conductor_actor import ConductorActor
+from dlrover.unified.shell.driver import EnsembleHandle
 from dlrover.unified.shell.messages import ACCOUNT, pack
 from tests.unified.fake_ray import FakeActor, FakeRay, RayTaskError, fake_ray
 
 NAMESPACE = "dlrover/uid"
+
+
+async def test_a_job_that_has_ended_is_stopped_and_restarted_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Its conductor is away for good: nobody waits for its restart."""
+    with fake_ray(monkeypatch):
+        handle = EnsembleHandle(sys.modules["ray"], "job", "uid")
+        async with asyncio.timeout(20):
+            assert not await asyncio.to_thread(handle.stop)
+            assert not await asyncio.to_thread(handle.restart)
 
 
 class Loop:
@@ -29,6 +42,13 @@ class Loop:
     @rpc()
     def incarnation(self) -> int:
         return current().incarnation
+
+    @rpc()
+    def call_script(self) -> str:
+        try:
+            return str(group("script").call_rank0("anything").result(20))
+        except CallRefused as error:
+            return str(error)
 
     def run(self) -> None:
         here = current()  # a killed actor's thread lives on in this process, when the next one is here
@@ -47,7 +67,8 @@ class Job:
         self.folder = folder
         roles = [Role.simple("loop", f"{__name__}.Loop", driver=True, on_failure="instance", restart_pause=0.0)]
         plan = Ensemble("job", roles=roles, config=str(folder)).build("uid")
-        ray.keys[b"uid/plan"] = pack_plan(plan)
+        script = RolePlan(kind=RoleKind.ELASTIC, takes_calls=False)  # calls know of it; no instance of it is made here
+        ray.keys[b"uid/plan"] = pack_plan(structs.replace(plan, roles={**plan.roles, "script": script}))
         ray.keys[b"jobs/job"] = b"{}"
         self.conductor = self.start_conductor()
 
@@ -97,6 +118,7 @@ async def test_a_job_runs_answers_and_leaves_nothing(tmp_path: Path, monkeypatch
         status = await job.until(lambda each: each.state == "running")
         assert (status.stage, job.ray.groups) == ("RUNNING", {"dlrover_placement_group_job": [{"CPU": 1.0}]})
         assert await job.ask(1, "incarnation") == 1
+        assert (await job.ask(1, "call_script")).startswith("anything: role script is a script that takes no calls")
         with pytest.raises(RayTaskError, match="no @rpc method 'absent'"):
             await job.ask(1, "absent")
         (tmp_path / "stop").touch()

@@ -63,6 +63,26 @@ def test_a_step_that_is_over_takes_nothing_any_more():
     assert stream.put(0, 0, b"x")
 
 
+def test_a_thousand_producers_that_die_between_their_put_and_the_get_lose_and_repeat_nothing():
+    chance, stream = random.Random(1), server(Clock())
+    lives, used, step, num_deaths = {"a": 1, "b": 1}, [], 0, 0
+    while num_deaths < 1000:
+        found = stream.get(step)
+        if found is not None:
+            assert found == [(key, item(step, key)) for key, _ in found]
+            used += [key for key, _ in found]
+            step += 1
+        feeder = chance.choice("ab")
+        taken = stream.take(feeder, lives[feeder], chance.randint(1, 3))
+        put = taken[: chance.randint(1, 3)]
+        for number, key in put:
+            assert stream.put(number, key, item(number, key)), "no other has made it meanwhile"
+        lives[feeder] += 1  # it dies here; its next life gives back what it had not put
+        num_deaths += bool(put)
+    assert used == list(range(step * BATCH)), "each key once, in order"
+    assert step > 100
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_key_is_once_in_the_final_model_whoever_dies(seed: int):
     """Fifty deaths in each run, a thousand in all: of a producer between its put and the consumer's get, of the server, of the trainer."""

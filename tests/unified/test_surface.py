@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import dlrover.unified
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified import Ensemble, Role
 from dlrover.unified.layout import RoleSize, Spread, check_room, lay_out
@@ -47,6 +49,44 @@ def test_a_job_becomes_a_plan_that_survives_its_encoding(tmp_path: Path):
     assert plan.layout.places == {"policy": (0,), "rollout": (1, 1)}
     assert plan.roles["policy"].job is not None
     assert plan.roles["policy"].job.job_name == "job.policy"
+
+
+def test_the_environment_of_the_driver_is_no_part_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Spec 11, §19, row 23. What is kept of a node has no environment either."""
+    monkeypatch.setenv("SOME_PASSWORD", "verysecretvalue")
+    (tmp_path / "train.py").write_text("print()")
+    job = Ensemble("job", roles=[Role.elastic("policy", f"{tmp_path}/train.py"), simple("rollout")], env={"A": "mine"})
+    kept = pack(job.build("uid"))
+    assert b"mine" in kept
+    assert b"verysecretvalue" not in kept
+    assert b"SOME_PASSWORD" not in kept
+
+
+def test_no_default_is_the_time_of_an_import():
+    """Spec 11, §19, row 25: a default that asks a clock, or for chance, would be the same for all that is made later."""
+    found = []
+    for path in sorted(Path(dlrover.unified.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            defaults: list[ast.expr | None] = []
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                defaults = [*node.args.defaults, *node.args.kw_defaults]
+            elif isinstance(node, ast.ClassDef):
+                defaults = [each.value for each in node.body if isinstance(each, ast.AnnAssign | ast.Assign)]
+            calls = [call for each in defaults if each is not None for call in ast.walk(each)]
+            words = [ast.unparse(call.func) for call in calls if isinstance(call, ast.Call)]
+            found += [f"{path}: {word}" for word in words if word.startswith(("time.", "datetime.", "os.", "uuid."))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "declared", "takes_calls"),
+    [("train.py", None, False), ("train.py", True, True), (ENTRY, None, True), (ENTRY, False, False)],
+)
+def test_calls_to_a_script_are_declared(tmp_path: Path, entry: str, declared: bool | None, takes_calls: bool):
+    (tmp_path / "train.py").write_text("print()")
+    role = Role.elastic("policy", entry.replace("train.py", str(tmp_path / "train.py")), takes_calls=declared)
+    plan = Ensemble("job", roles=[role, simple("rollout")]).build("uid")
+    assert plan.silent_roles() == (() if takes_calls else ("policy",))
 
 
 def test_roles_that_are_together_share_their_bundles():

@@ -59,7 +59,7 @@ class SubmittedJob:
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Until the host has heard of it, which may be about to be started again. Raises `Unavailable` if it stays away."""
         deadline = time.monotonic() + AWAY
-        while not self._is_over():
+        while not self.is_over():
             try:
                 actor = self._actor()
                 self._ray.get(actor.stop.remote(number), timeout=CALL_TIMEOUT)
@@ -88,7 +88,7 @@ class SubmittedJob:
                     return JobOver(result.exit_code, result.report)
                 now = time.monotonic()
                 missed_since = now if missed_since is None else missed_since
-                if now - missed_since > AWAY or self._is_over():
+                if now - missed_since > AWAY or self.is_over():
                     raise JobError(f"The host of job {self.name} is gone: {type(error).__name__}.") from error
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(LONGEST_PAUSE, 2 * pause)
@@ -124,7 +124,8 @@ class SubmittedJob:
             return True
         return False
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Nothing of it is in the cluster any more."""
         return self._is_gone() and self._is_forgotten()
 
     def _is_forgotten(self) -> bool:

@@ -83,6 +83,13 @@ class RelayWire:
         return future
 
     def serve(self, answer: Callable[[CallHeader, Parts], Parts]) -> None:
+        """Raises `ConfigError`: the other roles do not know that this one takes calls."""
+        role = self.welcome.role
+        if not self.welcome.takes_calls:
+            raise ConfigError(
+                f"Role {role} was built as a script that takes no calls, and {role}-{self.rank} serves. Give Role.elastic({role!r}, …, "
+                "takes_calls=True)."
+            )
         self._answer = answer
         self.announce()
         self._serving.wait(CONNECT_TIMEOUT)

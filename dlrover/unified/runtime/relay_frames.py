@@ -32,6 +32,8 @@ class WorkerWelcome(Struct, tag=True, frozen=True, kw_only=True):
     role: str
     num_ranks: dict[str, int]
     """By role. Part 1 is the user's configuration."""
+    takes_calls: bool = True
+    """False: other instances refuse calls to this role."""
 
 
 class ServeCalls(Struct, tag=True, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -60,11 +60,19 @@ class ActorTransport:
 class ActorWire:
     """Of one actor. `loop`: the actor's own, which sends; the user's threads wait."""
 
-    def __init__(self, job_uid: str, num_ranks: Mapping[str, int], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        job_uid: str,
+        num_ranks: Mapping[str, int],
+        loop: asyncio.AbstractEventLoop,
+        *,
+        silent_roles: Collection[str] = (),
+    ) -> None:
+        """`silent_roles`: they take no calls."""
         self._num_ranks = dict(num_ranks)
         self._loop = loop
         self.book = KeyBook(ClusterKeyValues(), job_uid)
-        self._sender = CallSender(self.book, ActorTransport())
+        self._sender = CallSender(self.book, ActorTransport(), silent_roles=silent_roles)
         self._answer: Callable[[CallHeader, Parts], Parts] | None = None
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="rpc")
         self._pending: set[Future[Parts]] = set()

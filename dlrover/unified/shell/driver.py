@@ -70,11 +70,11 @@ class EnsembleHandle:
         return self._over.report if self._over is not None else ""
 
     def stop(self, reason: str = "stopped by its driver", exit_code: int = 1) -> bool:
-        """False: it ends already."""
+        """False: it ends already, or has ended."""
         return bool(self._patiently(lambda: self._actor().end.remote(reason, exit_code)))
 
     def restart(self, reason: str = "restarted by its driver") -> bool:
-        """Every instance starts again. False: the job does not run."""
+        """Every instance starts again. False: the job does not run, or has ended."""
         return bool(self._patiently(lambda: self._actor().restart.remote(reason)))
 
     def logs(self) -> Iterator[str]:
@@ -98,12 +98,14 @@ class EnsembleHandle:
         return over
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
-        """Over the restart of a conductor. Raises `Unavailable`."""
+        """Over the restart of a conductor. None: the job has ended. Raises `Unavailable`."""
         deadline = time.monotonic() + CALL_TIMEOUT
         while True:
             try:
                 return self._ray.get(call(), timeout=CALL_TIMEOUT)
             except (self._ray.exceptions.RayError, Unavailable) as error:
+                if self._over is not None or self._job.is_over():
+                    return None
                 if time.monotonic() > deadline:
                     raise Unavailable(f"the conductor of job {self.name} does not answer: {error}") from error
                 time.sleep(PAUSE)  # Ray starts it again

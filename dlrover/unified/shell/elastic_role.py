@@ -59,8 +59,14 @@ class RoleNode(LauncherActor):
         plan = PLAN.decode(get(plan_key(uid)) or b"")
         num_ranks = {name: each.num_ranks for name, each in plan.roles.items()}
         self._relay = CallRelay(
-            ActorWire(uid, num_ranks, asyncio.get_running_loop()),
-            WorkerWelcome(job=plan.spec.name, job_uid=uid, role=role, num_ranks=num_ranks),
+            ActorWire(uid, num_ranks, asyncio.get_running_loop(), silent_roles=plan.silent_roles()),
+            WorkerWelcome(
+                job=plan.spec.name,
+                job_uid=uid,
+                role=role,
+                num_ranks=num_ranks,
+                takes_calls=plan.roles[role].takes_calls,
+            ),
             plan.config,
             namespace=namespace_of(order.job_uid),
             actor=f"{NODE_PREFIX}{order.intent.id}",

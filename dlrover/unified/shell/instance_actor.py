@@ -123,7 +123,7 @@ class InstanceActor:
         os.environ.update(historical_variables(order) if order.is_named_as_of_old else {})
         os.environ.update(order.environ)
         loop = asyncio.get_running_loop()
-        self._wire = ActorWire(order.job_uid, order.num_ranks, loop)
+        self._wire = ActorWire(order.job_uid, order.num_ranks, loop, silent_roles=order.silent_roles)
         self._current = Current(
             job=order.job,
             job_uid=order.job_uid,

@@ -26,6 +26,8 @@ class InstanceOrder(Struct, frozen=True, kw_only=True):
     environ: dict[str, str]
     num_ranks: dict[str, int]
     """By role."""
+    silent_roles: tuple[str, ...] = ()
+    """They take no calls."""
     local_world_size: int = 1
     config: bytes = b""
     batch: int = 0

@@ -253,6 +253,7 @@ class RayCluster:
             entry=role.entry or EntryPoint(EntryPointKind.NAME, ""),
             environ={**plan.environ, **role.environ},
             num_ranks={name: each.num_ranks for name, each in plan.roles.items()},
+            silent_roles=plan.silent_roles(),
             local_world_size=role.local_world_size,
             config=plan.config,
             batch=role.batch,

@@ -5,11 +5,12 @@ What becomes of a call when its callee dies: nothing is sent twice unless the me
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Protocol
 
 import msgspec
 
-from dlrover.unified.runtime.wire import CallHeader, InstanceLost, Parts
+from dlrover.unified.runtime.wire import CallHeader, CallRefused, InstanceLost, Parts
 from dlrover.unified.shell.book import Book, Place
 
 AGAIN = 0.05
@@ -34,14 +35,23 @@ class Transport(Protocol):
 
 
 class CallSender:
-    def __init__(self, book: Book, transport: Transport, *, again: float = AGAIN) -> None:
+    def __init__(
+        self, book: Book, transport: Transport, *, silent_roles: Collection[str] = (), again: float = AGAIN
+    ) -> None:
+        """`silent_roles`: calls to them are refused at once."""
         self._again = again
+        self._silent_roles = frozenset(silent_roles)
         self._book = book
         self._transport = transport
         self._known: dict[tuple[str, int], Place] = {}
 
     async def send(self, role: str, rank: int, header: CallHeader, parts: Parts) -> Parts:
-        """Raises `Raised`, `InstanceLost`, `RoleGone` or `CallTimeout`."""
+        """Raises `Raised`, `InstanceLost`, `RoleGone`, `CallRefused` or `CallTimeout`."""
+        if role in self._silent_roles:
+            raise CallRefused(
+                f"{header.method}: role {role} is a script that takes no calls. Give Role.elastic({role!r}, …, takes_calls=True), and call "
+                "serve(…) in the script."
+            )
         loop = asyncio.get_running_loop()
         newer_than = 0
         while True:

@@ -13,7 +13,7 @@ pytest.importorskip("omegaconf", reason="the extra `ray` is not installed: use `
 
 from dlrover.python.unified.api.builder import DLJobBuilder, RLJobBuilder
 from dlrover.python.unified.common.config import DLConfig, JobConfig
-from dlrover.python.unified.common.workload_desc import ResourceDesc, SimpleWorkloadDesc
+from dlrover.python.unified.common.workload_desc import NodeGroupFailoverDesc, ResourceDesc, SimpleWorkloadDesc
 
 from dlrover.unified.api.config import new_config
 from dlrover.unified.api.translate import ensemble_of
@@ -111,6 +111,31 @@ def test_a_role_in_two_collocations_or_an_unknown_one_is_refused():
 def test_mistakes_are_told_when_the_job_is_built(build: Any, why: str):
     with pytest.raises(ValueError, match=why):
         build()
+
+
+@pytest.mark.parametrize(("timeout", "is_taken"), [(29, False), (30, True), (59, True)])
+def test_the_timeout_of_a_group_of_nodes_has_one_limit(timeout: int, is_taken: bool):
+    """Spec 11, §19, row 15: what the builder takes, the description takes, too."""
+    job = builder().role("a").run(ENTRY).enable_node_group_failover("rack", timeout).build()
+    found = job.workloads["a"].node_group_failover
+    assert (found.enabled, found.timeout) == ((True, timeout) if is_taken else (False, 300))
+    if not is_taken:
+        with pytest.raises(ValueError, match="greater than or equal to 30"):
+            NodeGroupFailoverDesc(timeout=timeout)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2])
+def test_a_failure_is_handled_when_it_happens_whatever_the_trigger_strategy(
+    strategy: int, caplog: pytest.LogCaptureFixture
+):
+    """Spec 11, §19, row 16: also the failure of a role that is no driver. A setting without effect is told."""
+    job = builder().role("a").run(ENTRY).role("b").run(ENTRY).not_driver().build()
+    ensemble = ensemble_of(job_config(job, failover_trigger_strategy=strategy, failover_exec_strategy=2))
+    assert {role.name: (role.is_driver, role.on_failure) for role in ensemble.roles} == {
+        "a": (True, OnFailure.ROLE),
+        "b": (False, OnFailure.ROLE),
+    }
+    assert ("is treated as 2" in caplog.text) is (strategy < 2)
 
 
 def test_roles_of_reinforcement_learning_have_their_defaults():

@@ -163,6 +163,18 @@ def test_the_same_traceback_again_and_again_is_not_met_with_the_same_restart():
     assert ways == [100], "the role's own budget ends it"
 
 
+def test_the_first_failure_is_the_reason_of_the_end_and_its_followers_are_not():
+    """Spec 11, §19, row 4: who failed after it, because of it, is not blamed."""
+    stage = Stage(POLICY, RoleSpec(name="judge", count=2, on_failure=OnFailure.STOP))
+    stage.begin()
+    stage.fail("judge-1", cause="ValueError: the first one")
+    with pytest.raises(Rejected):
+        stage.fail("judge-0", cause="ConnectionError: judge-1 is gone")
+    stage.gone("judge-0")
+    stage.gone("policy-0")
+    assert stage.gone("judge-1") == ["finish 1: judge-1 failed: ValueError: the first one"]
+
+
 def test_a_budget_recovers_by_one_in_each_hour_without_a_failure():
     worker = RoleSpec(name="worker", on_failure=OnFailure.INSTANCE, max_restarts=1)
     stage = Stage(worker, max_job_restarts=0)
