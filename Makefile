@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences packages simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -225,6 +225,10 @@ mutate: $(STAMP) ## 500 small mistakes in the core, one at a time: the goal is t
 
 lock: $(STAMP) ## write the hashes of all pinned files to constraints.locked.txt (about 2 minutes)
 	$(BIN)/python tools/dependencies.py lock
+
+packages: $(STAMP) ## the wheel and the sdist, in dist/
+	@rm -rf dist
+	$(BIN)/python -m hatchling build
 
 licences: $(STAMP) ## write the licences of all pinned packages to docs/reference/licences.md
 	$(BIN)/python tools/dependencies.py licences
