@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences packages docs reference simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -227,8 +227,29 @@ mutate: $(STAMP) ## 500 small mistakes in the core, one at a time: the goal is t
 lock: $(STAMP) ## write the hashes of all pinned files to constraints.locked.txt (about 2 minutes)
 	$(BIN)/python tools/dependencies.py lock
 
+# The site builder has an environment of its own: nothing else needs its packages.
+DOCS_VENV ?= .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt sphinx myst-parser furo
+	@touch $@
+
+docs: $(DOCS_STAMP) ## the documentation as a site, in build/site/; a broken link or any other warning is an error
+	@$(DOCS_VENV)/bin/sphinx-build -q -W --keep-going -c tools/site -d build/doctrees docs build/site
+	@echo "build/site/index.html is the front page."
+
+reference: $(STAMP) ## write the generated pages of docs/reference anew: commands, Python API, settings, error codes
+	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.error_codes
+
+packages: $(STAMP) ## the wheel and the sdist, in dist/
+	@rm -rf dist
+	$(BIN)/python -m hatchling build
+
 licences: $(STAMP) ## write the licences of all pinned packages to docs/reference/licences.md
 	$(BIN)/python tools/dependencies.py licences
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest $(TF_VENV) $(NEWEST_TF_VENV) $(TF_CLUSTERS_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest $(TF_VENV) $(NEWEST_TF_VENV) $(TF_CLUSTERS_VENV) $(DOCS_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

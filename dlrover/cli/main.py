@@ -403,6 +403,35 @@ for _name, _short in (("ls", job_commands.list_jobs), ("describe", job_commands.
 
 
 @app.command()
+def doctor(
+    needed: Annotated[
+        list[str] | None,
+        typer.Option("--need", help="This extra must be complete; may be given again.", metavar="EXTRA"),
+    ] = None,
+    is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
+) -> None:
+    """Say what a job would find here: machine, packages, extras, platforms, variables. Exit code 1: there is a problem."""
+    import msgspec
+
+    from dlrover.cli.help.doctor import FindingState, examine, lines_of
+
+    findings = examine(os.environ, needed or [])
+    if is_json:
+        echo(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
+    else:
+        echo("\n".join(lines_of(findings)))
+    raise typer.Exit(any(finding.state is FindingState.PROBLEM for finding in findings))
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")]) -> None:
+    """Print a script that lets your shell complete commands and options: `source <(dlrover completion bash)`."""
+    from dlrover.cli.help.completion import script_for
+
+    typer.echo(script_for(shell, app), nl=False)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from importlib import metadata

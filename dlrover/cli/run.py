@@ -19,7 +19,7 @@ EXIT_USAGE = 2
 def main(argv: Sequence[str] | None = None) -> int:
     open_standard_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    from dlrover.cli.options.parser import describe, parse
+    from dlrover.cli.options.parser import parse
     from dlrover.cli.options.settings import effective_values, read_settings
 
     try:
@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return print_table()
         if immediate:
-            print(describe(), end="")
+            from dlrover.cli.options.help_page import describe_all, describe_common
+
+            print(describe_all() if immediate == "--help-all" else describe_common(), end="")
             return 0
         if parsed.text("platform") == "ray":
             from dlrover.cli.ray.command import main as run_on_ray

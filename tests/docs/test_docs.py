@@ -12,7 +12,7 @@ from dlrover.cli.options.table import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
-KNOWN_OPTIONS = {"--help", "--check-env"} | {name for option in OPTIONS for name in option.names}
+KNOWN_OPTIONS = {"--help", "--help-all", "--check-env"} | {name for option in OPTIONS for name in option.names}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -61,11 +61,6 @@ def test_every_command_of_dlrover_is_described():
     assert missing == []
 
 
-def test_every_page_can_be_found_from_the_front():
-    front = (ROOT / "README.md").read_text() + (ROOT / "docs/explanation/architecture.md").read_text()
-    assert [page.name for page in sorted(ROOT.glob("docs/**/*.md")) if page.name not in front] == []
-
-
 def test_what_is_too_slow_for_every_change_is_explained():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     slow = [
@@ -81,3 +76,4 @@ def test_the_docs_have_four_folders_and_an_index_of_all_pages():
     assert {path.parent.name for path in docs.glob("*/*.md")} == {"tutorials", "how-to", "reference", "explanation"}
     index = (docs / "index.md").read_text()
     assert [str(page) for page in docs.glob("*/*.md") if f"({page.relative_to(docs)})" not in index] == []
+    assert "(docs/index.md)" in (ROOT / "README.md").read_text()

@@ -25,7 +25,7 @@ import typer
 from typer.testing import CliRunner
 
 from dlrover.cli.main import app
-from dlrover.cli.options.parser import describe
+from dlrover.cli.options.help_page import describe_all, describe_common
 from dlrover.cli.show.replay import replay
 from dlrover.core.job import DECISION_VERSION
 from dlrover.master.journal.journal import Journal
@@ -138,11 +138,11 @@ def _taken(value: object) -> str:
 def helps() -> str:
     """The help of every command, as in a terminal of 120 columns."""
     runner = CliRunner(env={"COLUMNS": "120", "TERMINAL_WIDTH": "120", "LINES": "50", "TERM": "dumb", "NO_COLOR": "1"})
-    texts = [("dlrover-run", describe())] + [
-        (" ".join(("dlrover", *words)), runner.invoke(app, [*words, "--help"], prog_name="dlrover").output)
+    texts = [("dlrover-run --help", describe_common()), ("dlrover-run --help-all", describe_all())] + [
+        (" ".join(("dlrover", *words, "--help")), runner.invoke(app, [*words, "--help"], prog_name="dlrover").output)
         for words in _commands(typer.main.get_command(app))
     ]
-    lines = [f"==== {name} --help\n{text.strip()}\n" for name, text in texts]
+    lines = [f"==== {name}\n{text.strip()}\n" for name, text in texts]
     return "".join(re.sub(r" +$", "", line, flags=re.MULTILINE) for line in lines)
 
 

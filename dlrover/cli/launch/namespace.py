@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from dlrover.cli.console import say, say_block
 from dlrover.cli.launch.programmatic import launch_settings
-from dlrover.cli.options.parser import Parsed, ValueOrigin, convert, describe, parse
+from dlrover.cli.options.parser import Parsed, ValueOrigin, convert, parse
 from dlrover.cli.options.settings import check_settings
 from dlrover.cli.options.table import OPTIONS, Kind, Option, Value
 from dlrover.protocol.errors import ConfigError
@@ -47,7 +47,9 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
 
         raise SystemExit(print_table())
     if parsed.immediate:
-        print(describe(), end="")
+        from dlrover.cli.options.help_page import describe_all, describe_common
+
+        print(describe_all() if parsed.immediate == "--help-all" else describe_common(), end="")
         raise SystemExit(0)
     values = {option.dest: _shown(option, parsed.values[option.dest]) for option in OPTIONS}
     namespace = Arguments(**values, training_script=parsed.script, training_script_args=list(parsed.script_args))

@@ -138,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_plan(argv: Sequence[str] | None, environ: Mapping[str, str]) -> LocalPlan:
     """Raises `ConfigError`; ends the process for `--help` and options that are none."""
-    own, command = split_command(_parser(), list(sys.argv[1:] if argv is None else argv))
-    options = _parser().parse_args(own)
+    own, command = split_command(build_parser(), list(sys.argv[1:] if argv is None else argv))
+    options = build_parser().parse_args(own)
     if not command:
         raise ConfigError("Name the training script: dlrover local --nodes 2 -- train.py")
     min_nodes, max_nodes = read_nodes(options.nodes)
@@ -510,7 +510,7 @@ class LocalJob:
         self._display.say_block(failure_report(self._plan.job_name, result_of(self._end)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dlrover local",
         description="Run a job of several nodes on this machine; each node is a real dlrover-run.",

@@ -19,7 +19,6 @@ from dlrover.cli.options.table import (
     EVENT_LOG_HANDLERS,
     OPTIONS,
     OUR_OPTIONS,
-    OURS,
     TORCHRUN_OPTIONS,
     Kind,
     Option,
@@ -31,14 +30,15 @@ PROGRAM = "dlrover-run"
 
 _BY_NAME = {name: option for option in OPTIONS for name in (*option.names, option.short) if name}
 _HELP = ("-h", "--help")
+_HELP_ALL = ("--help-all", "--help_all")
 _CHECK_ENV = ("--check-env", "--check_env")
-OPTION_NAMES = (*_BY_NAME, *_HELP, *_CHECK_ENV)
+OPTION_NAMES = (*_BY_NAME, *_HELP, *_HELP_ALL, *_CHECK_ENV)
 """Each spelling of each option."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _TORCHRUN_NAMES = {name: option.names[0] for option in TORCHRUN_OPTIONS for name in option.names} | {"--help": "--help"}
-_OUR_NAMES = {name: option.names[0] for option in OUR_OPTIONS for name in option.names} | dict.fromkeys(
-    _CHECK_ENV, _CHECK_ENV[0]
-)
+_OUR_NAMES = {name: option.names[0] for option in OUR_OPTIONS for name in option.names} | {
+    name: names[0] for names in (_HELP_ALL, _CHECK_ENV) for name in names
+}
 
 
 class ValueOrigin(enum.StrEnum):
@@ -60,7 +60,7 @@ class Parsed(NamedTuple):
     script: str
     script_args: tuple[str, ...]
     immediate: str = ""
-    """`--help` or `--check-env`: do that and nothing else."""
+    """`--help`, `--help-all` or `--check-env`: do that and nothing else."""
 
     def text(self, dest: str) -> str:
         value = self.values[dest]
@@ -112,7 +112,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
             break
         given, inline = _split(token)
         name = _full_name(given)
-        if name in (*_HELP, *_CHECK_ENV):
+        if name in (*_HELP, *_HELP_ALL, *_CHECK_ENV):
             if inline is not None:
                 raise ConfigError(f"{name} takes no value; {token!r} gives it one.")
             return Parsed(values, origins, "", (), immediate=name.replace("_", "-"))
@@ -133,7 +133,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
     if index >= len(argv):
         raise ConfigError(
             f"No training script is given. Use: {PROGRAM} [options] SCRIPT [arguments of the script]; {PROGRAM} "
-            "--help lists the options."
+            "--help-all lists the options."
         )
     script, *rest = argv[index:]
     if rest and rest[0] == "--" and not is_closed:
@@ -164,44 +164,6 @@ def unavailable(parsed: Parsed) -> ConfigError | None:
 def _where(option: Option, parsed: Parsed) -> str:
     is_variable = parsed.origins[option.dest] is ValueOrigin.ENVIRONMENT
     return f"from the variable {option.variable}" if is_variable else "given on the command line"
-
-
-def describe() -> str:
-    """The text of --help."""
-    import textwrap
-
-    lines = [
-        f"usage: {PROGRAM} [options] SCRIPT [arguments of the script]",
-        "",
-        "Runs a script as torchrun does, on one node or several, and keeps it running: workers that die are",
-        "replaced by warm ones, nodes may come and go. Each option is also read from PET_<NAME>; dashes and",
-        "underscores are the same.",
-    ]
-    for group, title in (("torchrun", "torchrun's options"), (OURS, "further options")):
-        lines += ["", f"{title}:"]
-        if group == OURS:
-            lines += ["  --check-env", "      Print what is installed, what is missing and what it is needed for."]
-        for option in OPTIONS:
-            if option.group != group:
-                continue
-            spelling = f"{option.short}, {option.names[0]}" if option.short else option.names[0]
-            if not option.is_flag:
-                spelling += f" {option.metavar or option.dest.upper()}"
-            text = option.help
-            if option.choices:
-                text += f" One of: {', '.join(option.choices)}."
-            # Of torchrun's options many defaults mean "not given" here, and the texts say what happens then.
-            if group == OURS and not option.is_flag and option.default not in (None, "") and not option.unavailable:
-                text += (
-                    f" Default: {option.default:g}."
-                    if isinstance(option.default, float)
-                    else f" Default: {option.default}."
-                )
-            if option.unavailable:
-                text += " (Not yet available.)"
-            lines.append(f"  {spelling}")
-            lines += textwrap.wrap(text, width=108, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines) + "\n"
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -260,7 +222,7 @@ def _full_name(given: str) -> str:
     hint = nearest(given, OPTION_NAMES)
     raise ConfigError(
         f"{given} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} "
-        "--help lists ours."
+        "--help-all lists ours."
     )
 
 

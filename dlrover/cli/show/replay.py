@@ -62,11 +62,15 @@ _LONGEST = 200
 
 
 def main(arguments: Sequence[str]) -> int:
+    parsed = build_parser().parse_args(arguments)
+    return replay(parsed.journal, as_json=parsed.as_json)
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dlrover replay", description="What a job's journal says, and if it is true.")
     parser.add_argument("journal", type=Path, metavar="JOURNAL", help="the master's SQLite file")
     parser.add_argument("--json", action="store_true", dest="as_json", help="one JSON object per line")
-    parsed = parser.parse_args(arguments)
-    return replay(parsed.journal, as_json=parsed.as_json)
+    return parser
 
 
 def replay(journal: Path, *, as_json: bool = False) -> int:

@@ -103,17 +103,22 @@ class Resource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one node gets. 0: whatever the platform gives by default."""
 
     cpu: float = 0.0
+    """Cores."""
     memory_mb: int = 0
     """MiB."""
     gpus: int = 0
+    """Accelerators."""
     gpu_type: str = ""
+    """Their kind, as the platform names it."""
 
 
 class ReplicaSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The nodes of one type."""
 
     count: int
+    """How many of them."""
     resource: Resource = Resource()
+    """What each of them gets."""
     max_relaunches: int = 3
     """Per rank, for failures only: evictions and scaling do not count."""
     critical: str = ""
@@ -126,7 +131,9 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the job wants of its platform."""
 
     replicas: dict[NodeType, ReplicaSpec]
+    """By type: worker, ps, chief, evaluator."""
     strategy: Strategy = Strategy.ALLREDUCE
+    """How nodes train together: one world, or a TensorFlow cluster with parameter servers (ParameterServerStrategy)."""
     standby: int = 0
     """Workers beyond those of the world, warm, to take the place of a lost one."""
     relaunch_always: bool = True
@@ -134,6 +141,7 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     remove_exited: bool = True
     """Ask the platform to remove what has ended and was replaced."""
     cordon_faulty: bool = False
+    """Ask the platform to put no more nodes on the machine of a node that failed by its hardware."""
     pending_timeout: float = 900.0
     """Seconds a node may stay Pending; 0 or less: for ever."""
     pending_strategy: int = 1
@@ -141,6 +149,7 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group_affinity: dict[int, int] = {}
     """Scheduling group to number of workers; groups in ascending order take consecutive ranks. Empty: no groups."""
     max_job_restarts: int = 3
+    """How often all nodes may be replaced at once."""
     group_pending_timeout: float = 300.0
     """Seconds a relaunched node of a group may wait before the whole group moves elsewhere; at least 300."""
     max_group_relaunches: int = 3

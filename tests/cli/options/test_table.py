@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from dlrover.cli.options.parser import ValueOrigin, describe, parse, unavailable
+from dlrover.cli.options.help_page import COMMON, describe_all, describe_common
+from dlrover.cli.options.parser import ValueOrigin, parse, unavailable
 from dlrover.cli.options.table import OPTIONS, OUR_OPTIONS, TORCHRUN_OPTIONS, Kind
 from dlrover.protocol.errors import ConfigError
 
@@ -290,7 +291,27 @@ def test_a_variable_that_asks_for_the_future_is_named() -> None:
 
 
 def test_help_names_every_option() -> None:
-    text = describe()
+    text = describe_all()
     for option in OPTIONS:
         assert option.names[0] in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_short_help_shows_what_most_jobs_need_and_where_the_rest_is() -> None:
+    dests = [dest for _, group in COMMON for dest in group]
+    assert len(dests) == len(set(dests))
+    assert 18 <= len(dests) <= 24, "about twenty"
+    text = describe_common()
+    by_dest = {option.dest: option for option in OPTIONS}
+    assert [dest for dest in dests if f"{by_dest[dest].names[0]}" not in text] == []
+    assert not [dest for dest in dests if by_dest[dest].unavailable]
+    assert "--help-all" in text
+    assert "--rdzv-backend" not in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_each_help_is_asked_for_by_its_name_or_its_beginning() -> None:
+    for given in ("-h", "--help", "--he"):
+        assert parse([given], {}).immediate in ("-h", "--help")
+    for given in ("--help-all", "--help_all", "--help-"):
+        assert parse([given], {}).immediate == "--help-all"
