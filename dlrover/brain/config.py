@@ -39,5 +39,5 @@ class ServiceTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rate: RateTerms = RateTerms()
     prune_every: float = 3600.0
     """Seconds."""
-    gather: float = 0.2
-    """Seconds for which the writer waits for more before it commits."""
+    gather: float = 0.02
+    """Seconds for which the writer waits for more before it commits; at most 0.2. While it commits, more gathers."""

@@ -6,6 +6,7 @@ In the event loop; everything that takes time happens in the threads of the stor
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from typing import assert_never
@@ -65,6 +66,8 @@ from dlrover.protocol.rpc.rarely import Rarely
 
 log = logging.getLogger(__name__)
 
+START_PATIENCE = 0.5
+"""Seconds that a start plan waits for the job to be stored. The job waits two seconds."""
 MACHINES_AGE = 600.0
 """Seconds for which the news of a monitor counts."""
 
@@ -102,7 +105,7 @@ class BrainDesk:
                 assert_never(question)
 
     async def _begin(self, tenant: str, began: JobBegan) -> StartPlan:
-        """The plan does not wait for the writer. A job whose beginning was lost with the machine tells it again."""
+        """The plan waits for a slow disk only so long: a job whose beginning was lost tells it again."""
         sanity.check_beginning(began)
         now = self._store.clock()
 
@@ -114,10 +117,13 @@ class BrainDesk:
             return replace(plan, newest_run=0 if known is None else known["newest_run"])
 
         start = await self._store.read(look)
-        self._store.put(lambda connection: writing.store_beginning(connection, tenant, began, now))
+        storing = asyncio.wrap_future(
+            self._store.put(lambda connection: writing.store_beginning(connection, tenant, began, now))
+        )
         if start.plan is not None:
             self._propose(tenant, began.job.uid, start.algorithm, start, now)
-        return start
+        done, _ = await asyncio.wait({storing}, timeout=START_PATIENCE)
+        return replace(start, newest_run=storing.result()) if done else start
 
     async def _plan(self, tenant: str, asked: PlanAsked) -> BrainPlan:
         now = self._store.clock()

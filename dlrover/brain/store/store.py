@@ -41,7 +41,7 @@ _Waiting = tuple[Change[Any], "Future[Any]"]
 class BrainStore:
     """Open it with `start`, and close it in the end: what waits is written before."""
 
-    def __init__(self, engine: Engine, *, gather: float = 0.2, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, engine: Engine, *, gather: float = 0.02, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
         self.engine = engine
         self._gather = gather
