@@ -23,7 +23,7 @@ ifdef LOCKED
 	@$(PIP) -c constraints.txt torch
 	@$(PIP) --no-deps --no-build-isolation -e .
 else
-	@$(PIP) -c constraints.txt -e '.[dev,torch,data,frameworks,dashboard,stacks,k8s]'
+	@$(PIP) -c constraints.txt -e '.[dev,torch,data,frameworks,dashboard,stacks,k8s,brain]'
 endif
 	@touch $@
 

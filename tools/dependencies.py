@@ -26,7 +26,7 @@ PINS, LOCK, TABLE = (
     ROOT / "constraints.locked.txt",
     ROOT / "docs" / "reference" / "licences.md",
 )
-EXTRAS = "dev,torch,data,frameworks,dashboard,stacks"
+EXTRAS = "dev,torch,data,frameworks,dashboard,stacks,brain"
 BUILD = ("hatchling", "editables")
 """What pip needs besides to install this project from its sources."""
 UNLOCKED = ("torch",)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dlrover.cli.brain.command import app as brain
 from dlrover.cli.checkpoint.command import app as checkpoint
 from dlrover.cli.connection import Job, JobConnection, JobOrJournal, takes_connection
 from dlrover.cli.data_command import app as data
@@ -392,6 +393,7 @@ def clean() -> None:
 
 
 app.command()(simulate)
+app.add_typer(brain)
 app.add_typer(checkpoint)
 app.add_typer(data)
 app.add_typer(job_commands.app)

@@ -5,6 +5,7 @@ Which Brain a job speaks with, and as what: from the command line, else from the
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ def brain_of(
         token_file=os.path.abspath(token_file) if token_file else "",
         tls=TlsConfig(ca=os.path.abspath(ca)) if ca else None,
         recipe=recipe_of(recipe, entry),
-        user=user[:MAX_NAME],
+        user=(user or _account())[:MAX_NAME],
         namespace=namespace[:MAX_NAME],
         min_nodes=min_nodes,
         node_unit=node_unit,
@@ -92,6 +93,14 @@ def recipe_of(name: str, entry: Entry | None) -> JobRecipe:
     script = os.path.basename(entry.name)
     is_file = entry.kind in (EntryKind.SCRIPT, EntryKind.RUN_PATH)
     return JobRecipe(name=name, script_name=script[:MAX_NAME], script_hash=_hash_of(entry.name) if is_file else "")
+
+
+def _account() -> str:
+    """Where the environment names no user, as in most containers. Jobs are alike by it, too."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def _hash_of(path: str) -> str:

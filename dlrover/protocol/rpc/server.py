@@ -103,14 +103,14 @@ class MasterServer:
     def bind(self, host: str, port: int) -> int:
         """Gives the port, which matters if 0 was asked for. Raises PortTaken or ConfigError."""
         credentials = None if self._tls is None else server_credentials(self._tls)
-        max_connections = _max_connections()
-        server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections)))
+        most_connections = max_connections()
+        server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections)))
         handlers = {
             f"/{SERVICE}/{AGENT_METHOD}": grpc.stream_stream_rpc_method_handler(self._serve_agent),
             f"/{SERVICE}/{ASK_METHOD}": grpc.stream_unary_rpc_method_handler(self._serve_ask),
         }
         other = grpc.stream_unary_rpc_method_handler(self._serve_other)
-        server.add_generic_rpc_handlers((_Methods(handlers, other),))
+        server.add_generic_rpc_handlers((MethodTable(handlers, other),))
         address = str(Address(host, port))
         try:
             bound = (
@@ -119,9 +119,9 @@ class MasterServer:
                 else server.add_secure_port(address, credentials)
             )
         except RuntimeError as error:
-            raise _bind_error(host, port, error) from error
+            raise bind_error(host, port, error) from error
         self._server = server
-        self._door = Door(int(bound), max_outside=min(MAX_OUTSIDE, max_connections // 4))
+        self._door = Door(int(bound), max_outside=min(MAX_OUTSIDE, most_connections // 4))
         return int(bound)
 
     async def start(self, master_loop: MessageSink, *, num_expected: int = 0) -> None:
@@ -219,7 +219,7 @@ class MasterServer:
             )
 
 
-class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]
+class MethodTable(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Every call has a handler: all are refused in the same way."""
 
     def __init__(self, handlers: dict[str, grpc.RpcMethodHandler], other: grpc.RpcMethodHandler) -> None:
@@ -250,26 +250,26 @@ async def _read(stream: AgentStream, call: grpc.aio.ServicerContext, master_loop
         await stream._outbox.room()
 
 
-def explain_versions(protocol: str, version: str) -> str:
+def explain_versions(protocol: str, version: str, *, who: str = "master") -> str:
     """Which side is older, and what to do about it."""
     ours = f"dlrover {package_version()}, protocol {PROTOCOL_VERSION}"
     theirs = f"dlrover {version}, protocol {protocol or 'unstated'}"
     if protocol.isdigit() and int(protocol) > PROTOCOL_VERSION:
-        return f"the master ({ours}) is older than the caller ({theirs}). Upgrade dlrover where the master runs"
-    return f"the caller ({theirs}) is older than the master ({ours}). Upgrade dlrover where the caller runs"
+        return f"the {who} ({ours}) is older than the caller ({theirs}). Upgrade dlrover where the {who} runs"
+    return f"the caller ({theirs}) is older than the {who} ({ours}). Upgrade dlrover where the caller runs"
 
 
 def _status_of(error: Rejected) -> grpc.StatusCode:
     return grpc.StatusCode.RESOURCE_EXHAUSTED if error.code == ErrorCode.TOO_LARGE else grpc.StatusCode.INVALID_ARGUMENT
 
 
-def _max_connections() -> int:
+def max_connections() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 2**30 if limit == resource.RLIM_INFINITY else limit
     return limit - min(MAX_RESERVE, limit // 4)
 
 
-def _bind_error(host: str, port: int, error: RuntimeError) -> ConfigError:
+def bind_error(host: str, port: int, error: RuntimeError, *, who: str = "master") -> ConfigError:
     """gRPC does not say why it could not bind; the kernel does."""
     address = Address(host, port)
     try:
@@ -281,7 +281,7 @@ def _bind_error(host: str, port: int, error: RuntimeError) -> ConfigError:
     except OSError as cause:
         if cause.errno == errno.EADDRINUSE:
             return PortTaken(
-                f"Port {port} of {host} is in use by another process, so no master can listen there. "
+                f"Port {port} of {host} is in use by another process, so no {who} can listen there. "
                 f"Choose another port, 0 for any free one, or stop what listens on {address}."
             )
         return ConfigError(f"cannot listen on {address}: {cause.strerror or cause}. Give an address of this machine.")

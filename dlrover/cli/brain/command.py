@@ -1,0 +1,357 @@
+"""
+`dlrover brain`: run the service that many jobs share, look at what it knows, and manage its database.
+
+`jobs`, `job` and `plans` ask a running service, over the wire. The others work on the database itself, so they are for those who may open it. Neither a token nor a database's URL stands
+on a command line, where every user of the machine could read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from dlrover.cli.tables import echo, table_console
+from dlrover.protocol.addresses import TlsConfig
+from dlrover.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+    from dlrover.brain.config import Retention, ServiceTerms
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="brain",
+    help="Run Brain, the service that learns from many jobs, and look at what it knows.",
+    no_args_is_help=True,
+)
+
+UrlFile = Annotated[
+    str, typer.Option("--database-url-file", help="File with the database's URL (DLROVER_BRAIN_DATABASE_URL_FILE).")
+]
+SqliteFile = Annotated[str, typer.Option("--sqlite", help="SQLite file instead (that of this user).")]
+Address = Annotated[
+    str, typer.Option("--brain", help="Brain's HOST:PORT (DLROVER_BRAIN_SERVICE_ADDR, else 127.0.0.1:50001).")
+]
+TokenFile = Annotated[str, typer.Option("--brain-token-file", help="File with a token (DLROVER_BRAIN_TOKEN_FILE).")]
+CaFile = Annotated[str, typer.Option("--brain-ca", help="Certificate of Brain's authority; switches TLS on.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="Of another tenant, with an admin's token; * for all.")]
+Json = Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")]
+RunDays = Annotated[float, typer.Option("--run-days", help="Days for which runs and ends of nodes are kept.", min=0.01)]
+JobDays = Annotated[float, typer.Option("--job-days", help="Days for which jobs are kept.", min=0.01)]
+PlanDays = Annotated[float, typer.Option("--plan-days", help="Days for which plans are kept.", min=0.01)]
+
+
+@app.command()
+def serve(
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on. Beyond this machine it needs tokens.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", help="For masters and commands; 0: any free one.", min=0, max=65535)
+    ] = 50001,
+    http_port: Annotated[
+        str, typer.Option("--http-port", help="For people and the historical forms; `none`: no such port.")
+    ] = "8000",
+    cert: Annotated[str, typer.Option("--tls-cert", help="PEM certificate; switches TLS on, with --tls-key.")] = "",
+    key: Annotated[str, typer.Option("--tls-key", help="PEM key of the certificate.")] = "",
+    database_url_file: UrlFile = "",
+    sqlite: SqliteFile = "",
+    run_days: RunDays = 90.0,
+    job_days: JobDays = 400.0,
+    plan_days: PlanDays = 400.0,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. A new SQLite file gets its tables; any other database needs `dlrover brain migrate` first."""
+    _need_extra()
+    from dlrover.brain.config import Retention, ServiceTerms
+
+    if bool(cert) != bool(key):
+        raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither.")
+    if http_port != "none" and not (http_port.isascii() and http_port.isdigit() and int(http_port) < 65536):
+        raise ConfigError(f"--http-port {http_port}: give a number from 0 to 65535, or `none`.")
+    terms = ServiceTerms(
+        host=host,
+        port=port,
+        http_port=None if http_port == "none" else int(http_port),
+        tls=TlsConfig(cert=cert, key=key) if cert else None,
+        retention=Retention(run_days=run_days, job_days=job_days, plan_days=plan_days),
+    )
+    engine = _open(database_url_file, sqlite)
+    asyncio.run(_serve(engine, terms))
+
+
+async def _serve(engine: Engine, terms: ServiceTerms) -> None:
+    from dlrover.brain.serving import RunningBrain
+    from dlrover.brain.store.database import SQLITE, migrate, shown_url, version_of
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    if engine.url.drivername == SQLITE and not version_of(engine):
+        migrate(engine)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    async with RunningBrain(engine, terms) as brain:
+        http = "" if brain.http_port is None else f", HTTP on {brain.http_port}"
+        who = "this machine's programs" if brain.doorkeeper.is_open else "programs with a token"
+        echo(f"Brain serves {who} on {terms.host}:{brain.port}{http}. Database: {shown_url(engine.url)}")
+        await ended.wait()
+
+
+@app.command(name="migrate")
+def migrate_tables(database_url_file: UrlFile = "", sqlite: SqliteFile = "") -> None:
+    """Make the tables of a database, or bring them to this version. Stop every Brain on it first."""
+    _need_extra()
+    from dlrover.brain.store.database import migrate, shown_url
+
+    engine = _open(database_url_file, sqlite)
+    before, after = migrate(engine)
+    where = shown_url(engine.url)
+    echo(
+        f"{where} has version {after} already."
+        if before == after
+        else f"{where}: version {before or 'none'} became {after}."
+    )
+
+
+@app.command()
+def jobs(
+    name: Annotated[str, typer.Option("--name", help="Only jobs of this name.")] = "",
+    most: Annotated[int, typer.Option("--limit", help="So many, the newest.", min=1, max=500)] = 50,
+    tenant: Tenant = "",
+    brain: Address = "",
+    token_file: TokenFile = "",
+    ca: CaFile = "",
+    is_json: Json = False,
+) -> None:
+    """List the jobs that Brain knows, the newest first."""
+    from dlrover.cli.brain.asking import as_json, ask
+    from dlrover.cli.brain.shown import job_table
+    from dlrover.protocol.messages.brain import JobList, JobsAsked
+
+    found = ask(JobsAsked(name=name, most=most, tenant=tenant), JobList, brain, token_file, ca)
+    if is_json:
+        echo(as_json(found))
+    elif not found.jobs:
+        typer.echo("Brain knows no job.")
+    else:
+        table_console().print(job_table(found.jobs))
+
+
+@app.command()
+def job(
+    uid: Annotated[str, typer.Argument(help="Uid of the job, or its name: then the newest of this name.")],
+    most: Annotated[int, typer.Option("--limit", help="So many runs and plans, the newest.", min=1, max=500)] = 100,
+    tenant: Tenant = "",
+    brain: Address = "",
+    token_file: TokenFile = "",
+    ca: CaFile = "",
+    is_json: Json = False,
+) -> None:
+    """Show a job: its runs, what was planned, what each plan expected and what came."""
+    from dlrover.cli.brain.asking import as_json, ask_for_job
+    from dlrover.cli.brain.shown import job_page
+
+    found = ask_for_job(uid, most, tenant, brain, token_file, ca)
+    if is_json:
+        echo(as_json(found))
+        return
+    console = table_console()
+    for part in job_page(found):
+        console.print(part)
+
+
+@app.command()
+def plans(
+    most: Annotated[int, typer.Option("--limit", help="So many, the newest.", min=1, max=500)] = 50,
+    tenant: Tenant = "",
+    brain: Address = "",
+    token_file: TokenFile = "",
+    ca: CaFile = "",
+    is_json: Json = False,
+) -> None:
+    """List plans, the newest first: what was expected, and what came."""
+    from dlrover.cli.brain.asking import as_json, ask
+    from dlrover.cli.brain.shown import plan_table
+    from dlrover.protocol.messages.brain import PlanList, PlansAsked
+
+    found = ask(PlansAsked(most=most, tenant=tenant), PlanList, brain, token_file, ca)
+    if is_json:
+        echo(as_json(found))
+    elif not found.plans:
+        typer.echo("Brain knows no plan.")
+    else:
+        table_console().print(plan_table(found.plans))
+
+
+@app.command()
+def settings(
+    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE for the entry --entry; repeat it.")] = None,
+    entry: Annotated[
+        int, typer.Option("--entry", help="Position of an entry; the first that fits a job counts.", min=1)
+    ] = 1,
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", help="user=a,b: only such jobs. Keys: user, namespace, cluster, app, tenant."),
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", help="The same: not such jobs.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the entry --entry.")] = False,
+    database_url_file: UrlFile = "",
+    sqlite: SqliteFile = "",
+) -> None:
+    """Show the settings of jobs, or write an entry: parameters of the algorithms and other values, for the jobs that its scopes fit."""
+    _need_extra()
+    from dlrover.brain.settings import change_setting, remove_setting, warnings_about
+    from dlrover.brain.store.reading import find_settings
+
+    engine = _checked(database_url_file, sqlite)
+    if remove:
+        if not _change(engine, lambda connection: remove_setting(connection, entry)):
+            raise ConfigError(f"--entry {entry}: there is no such entry. `dlrover brain settings` lists them.")
+    elif set_ or include or exclude:
+        warnings = warnings_about(set_ or [])
+        _change(engine, lambda connection: change_setting(connection, entry, set_ or [], include, exclude))
+        for warning in warnings:
+            echo(f"dlrover: warning: {warning}", err=True)
+    with engine.connect() as connection:
+        entries = find_settings(connection)
+    for each in entries:
+        echo(f"entry {each.position}")
+        for title, scope in (("include", each.include), ("exclude", each.exclude)):
+            for name, values in scope.items():
+                echo(f"  {title} {name}={','.join(values)}")
+        for name, value in each.values.items():
+            echo(f"  {name} = {value}")
+    if not entries:
+        typer.echo("There are no settings: every parameter has its default.")
+
+
+@app.command()
+def tenants(
+    action: Annotated[str, typer.Argument(help="list, add or remove.")] = "list",
+    name: Annotated[str, typer.Argument(help="Of the tenant, to add or remove a token.")] = "",
+    role: Annotated[
+        str,
+        typer.Option("--role", help="Of the token: job, reader, admin or monitor. To remove: all, if it is not given."),
+    ] = "",
+    token_file: Annotated[
+        str, typer.Option("--token-file", help="A new file for the new token, else it is printed.")
+    ] = "",
+    row_limit: Annotated[
+        int | None, typer.Option("--row-limit", help="Runs that are kept of this tenant; 0: any number.", min=0)
+    ] = None,
+    database_url_file: UrlFile = "",
+    sqlite: SqliteFile = "",
+) -> None:
+    """List tenants, give one a token, or remove its tokens. The database keeps the hash of a token alone."""
+    _need_extra()
+    from dlrover.brain.tenants import Role, add_token, list_tenants, remove_tokens
+    from dlrover.cli.brain.token_files import write_token
+
+    known = [each.value for each in Role]
+    if action not in ("list", "add", "remove") or bool(name) == (action == "list"):
+        raise ConfigError("Give `list`, `add NAME` or `remove NAME`.")
+    if role and role not in known:
+        raise ConfigError(f"--role {role}: give one of {', '.join(known)}.")
+    engine = _checked(database_url_file, sqlite)
+    if action == "add":
+        import time
+
+        chosen = Role(role or Role.JOB)
+        with write_token(token_file) as keep:
+            token = _change(
+                engine, lambda connection: add_token(connection, name, chosen, time.time(), row_limit=row_limit)
+            )
+            keep(token)
+        where = f"Its token is in {token_file}." if token_file else f"Its token, which is shown this once: {token}"
+        echo(f"Tenant {name} has a token with the role {chosen}. {where}")
+    elif action == "remove":
+        count = _change(engine, lambda connection: remove_tokens(connection, name, Role(role) if role else None))
+        if not count:
+            raise ConfigError(f"Tenant {name} has no such token. `dlrover brain tenants` lists them.")
+        echo(f"{count} token{'' if count == 1 else 's'} of {name} removed; its jobs stay.")
+    else:
+        from rich.table import Table
+
+        table = Table("TENANT", "TOKENS", "ROW LIMIT", "JOBS", box=None)
+        with engine.connect() as connection:
+            rows = list_tenants(connection)
+        for row in rows:
+            tokens = ", ".join(f"{count} {kind}" for kind, count in row.roles.items()) or "none"
+            table.add_row(row.name, tokens, str(row.row_limit or "-"), str(row.num_jobs))
+        if rows:
+            table_console().print(table)
+        else:
+            typer.echo("There is no tenant. Brain then serves this machine alone, without tokens.")
+
+
+@app.command()
+def prune(
+    run_days: RunDays = 90.0,
+    job_days: JobDays = 400.0,
+    plan_days: PlanDays = 400.0,
+    database_url_file: UrlFile = "",
+    sqlite: SqliteFile = "",
+) -> None:
+    """Delete what is older than is kept. A running Brain does that each hour."""
+    _need_extra()
+    from dlrover.brain.config import Retention
+
+    engine = _checked(database_url_file, sqlite)
+    retention = Retention(run_days=run_days, job_days=job_days, plan_days=plan_days)
+    deleted = asyncio.run(_prune(engine, retention))
+    echo(", ".join(f"{table}: {count} rows deleted" for table, count in deleted.items()))
+
+
+async def _prune(engine: Engine, retention: Retention) -> dict[str, int]:
+    from dlrover.brain.store.pruning import prune as prune_store
+    from dlrover.brain.store.store import BrainStore
+
+    store = BrainStore(engine, gather=0.0)
+    store.start()
+    try:
+        return await prune_store(store, retention)
+    finally:
+        await asyncio.to_thread(store.close)
+
+
+def _open(url_file: str, sqlite: str) -> Engine:
+    from dlrover.brain.store.database import database_url, open_engine
+
+    return open_engine(database_url(url_file, sqlite, os.environ))
+
+
+def _checked(url_file: str, sqlite: str) -> Engine:
+    """With the tables of this version; a new SQLite file gets them."""
+    from dlrover.brain.store.database import SQLITE, check_version, migrate, version_of
+
+    engine = _open(url_file, sqlite)
+    if engine.url.drivername == SQLITE and not version_of(engine):
+        migrate(engine)
+    check_version(engine)
+    return engine
+
+
+def _change(engine: Engine, change: Callable[[Connection], T]) -> T:
+    with engine.connect().execution_options(writes=True) as connection, connection.begin():
+        return change(connection)
+
+
+def _need_extra() -> None:
+    """Raises ConfigError."""
+    missing = [
+        name for name in ("sqlalchemy", "alembic", "starlette", "uvicorn") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"This command needs the extra `brain` of this package; {', '.join(missing)} is missing. Install it: pip install 'dlrover[brain]'"
+        )
