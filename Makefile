@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences packages docs reference simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-grpc-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences packages docs reference simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,7 @@ RAY_VENV ?= .venv-ray
 RAY_BIN := $(RAY_VENV)/bin
 RAY_STAMP := $(RAY_VENV)/.installed
 OLDEST_RAY := 2.40.0
+OLDEST_GRPC := $(shell sed -n 's/.*"grpcio>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
 define over_venv
 	@test -x $(1)/bin/python || $(BIN)/python -m venv $(1)
@@ -91,6 +92,15 @@ $(RAY_STAMP): $(STAMP)
 	@$(BIN)/python -c 'import re; print("".join(line for line in open("constraints.txt") if not re.match("ray==", line)), end="")' > .venv-ray-oldest/constraints.txt
 	@.venv-ray-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ray-oldest/constraints.txt 'ray[default]==$(OLDEST_RAY)'
 	@touch $@
+
+.venv-grpc-oldest/.installed: $(STAMP) pyproject.toml
+	@echo "Installing grpcio $(OLDEST_GRPC) into .venv-grpc-oldest"
+	$(call over_venv,.venv-grpc-oldest)
+	@.venv-grpc-oldest/bin/python -m pip install --quiet --disable-pip-version-check 'grpcio==$(OLDEST_GRPC)'
+	@touch $@
+
+test-grpc-oldest: .venv-grpc-oldest/.installed ## the tests of the wire with the oldest gRPC that we support (about 1 minute)
+	.venv-grpc-oldest/bin/python -m pytest tests/protocol/rpc
 
 test-ray: $(RAY_STAMP) ## what needs a Ray cluster: a real one of several raylets on this machine
 	$(RAY_BIN)/python -m pytest tests/ray tests/unified/api --ignore tests/ray/unified
@@ -252,4 +262,4 @@ licences: $(STAMP) ## write the licences of all pinned packages to docs/referenc
 	$(BIN)/python tools/dependencies.py licences
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest $(TF_VENV) $(NEWEST_TF_VENV) $(TF_CLUSTERS_VENV) $(DOCS_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(RAY_VENV) .venv-ray-oldest .venv-grpc-oldest $(TF_VENV) $(NEWEST_TF_VENV) $(TF_CLUSTERS_VENV) $(DOCS_VENV) .peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -12,6 +12,8 @@ from typing import Self
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "floods.py"
 STRANGER = "127.0.0.2"
 """An address of this machine that no honest caller of a test has."""
+FEW_CONNECTIONS = {"reset": 1, "open": 1, "bodies": 10, "idle": 1000, "settled": 1000, "handshakes": 500}
+"""Kinds of floods of the master's port, and how many connections at a time a short test has. `make chaos` has up to 4,000."""
 
 
 class Flooding:

@@ -34,7 +34,9 @@ class Trainer:
         self.writer = StateWriter(self.segments, self.copier)
         self.directory, self.shard, self.num_shards = str(directory), shard, num_shards
 
-    def save(self, step: int, *, is_storage: bool, num_elements: int = 50_000, **changes) -> SlotName | None:
+    def save(
+        self, step: int, *, is_storage: bool, num_elements: int = 50_000, is_committer: bool = True, **changes
+    ) -> SlotName | None:
         request = SaveRequest(
             directory=self.directory,
             target=str(step),
@@ -45,7 +47,7 @@ class Trainer:
             world_size=self.num_shards,
             is_storage=is_storage,
             is_writer=True,
-            is_committer=self.shard == 0,
+            is_committer=self.shard == 0 and is_committer,
             **changes,
         )
         return self.writer.save(
@@ -221,6 +223,21 @@ async def test_a_job_that_ends_has_carried_out_its_deletions(make, start, tmp_pa
     assert committed(tmp_path) == "10"
     saver.on_saved(news(early[2], is_storage=True))
     await saver.drain(is_hurried=False)
+    assert committed(tmp_path) == "10"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["10"]
+
+
+async def test_a_commit_that_is_not_the_newest_carries_out_its_deletions(make, start, tmp_path):
+    """As the master tells the committer of a late save: the trackers stay, and the rule holds for it, too."""
+    saver = make()
+    trainer = start(saver)
+    rule = {"is_storage": True, "keep": KeepTotal(1)}
+    for step, is_committer in ((10, True), (8, False)):
+        saver.on_saved(news(trainer.save(step, is_committer=is_committer, **rule), is_storage=True))
+        await saver.drain(is_hurried=False)
+    assert committed(tmp_path) == "10"
+    late = finish(read_request_of(trainer, step=8, keep=KeepTotal(1)), is_newest=False)
+    assert late.manifest.step == 8
     assert committed(tmp_path) == "10"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["10"]
 

@@ -290,6 +290,22 @@ def test_nobody_vouches_for_a_save_of_a_history_that_was_given_up(scene: Reading
     assert state_of(scene, 4) == "", "a later one is final already"
 
 
+def test_after_a_step_back_behind_a_checkpoint_later_saves_have_their_state_again(scene: Reading) -> None:
+    read_steps(scene, 1, 2)
+    text = state_of(scene, 2)
+    read_steps(scene, 3, 4, 5)
+    commit(scene, 5, scene.round)
+    assert scene.job.state.data.folded == 5
+    scene.new_round("a")
+    scene.restored("a", 2, data_state=text)
+    assert scene.job.state.data.folded == 2
+    read_steps(scene, 3)
+    assert json.loads(state_of(scene, 3))["step"] == 3
+    scene.new_round("a")
+    scene.restored("a", 3)
+    assert scene.job.state.data.folded == 2, "a step forward makes nothing final"
+
+
 def test_a_commit_of_a_later_round_is_final_as_well(scene: Reading) -> None:
     """Committers do not name the round; the attempt does."""
     read_steps(scene, 1)

@@ -10,11 +10,9 @@ import pytest
 
 from dlrover.protocol.messages.job import Ping, Pong
 from dlrover.protocol.rpc.client import ask
-from tests.floods import Flooding
+from tests.floods import FEW_CONNECTIONS, Flooding
 from tests.master.conftest import TOKEN, Connect, MakeMaster, MasterProcess
 
-FLOODS = {"reset": 1, "open": 1, "bodies": 10, "idle": 1000, "settled": 1000, "handshakes": 500}
-"""Kinds, and their connections at a time."""
 LENGTH = 1.5
 """Seconds of each; `make chaos` has ten."""
 MAX_GROWTH = 64 * 2**20
@@ -35,7 +33,7 @@ async def test_floods_cost_honest_callers_and_the_master_nearly_nothing(
     for agent in agents:
         await agent.attached()
     before = growth(master, 0)
-    for kind, connections in FLOODS.items():
+    for kind, connections in FEW_CONNECTIONS.items():
         with Flooding(kind, master.address, seconds=60, connections=connections) as flood:
             await asyncio.to_thread(flood.wait_until_it_began)
             ends_at = time.monotonic() + LENGTH

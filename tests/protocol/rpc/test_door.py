@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
+import resource
 import socket
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
 import pytest
 
-from dlrover.protocol.codec import QUESTION, VERDICT
-from dlrover.protocol.messages.frames import Answer
-from dlrover.protocol.messages.job import Ping, Pong, StopJob
+from dlrover.protocol.codec import QUESTION, VERDICT, Question, encode_frame
+from dlrover.protocol.messages.frames import Answer, Request
+from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Ping, Pong, Reply, StopJob
 from dlrover.protocol.rpc.client import ask
 from dlrover.protocol.rpc.door import MAX_ANSWERS, MAX_CALLS, MAX_OF_ADDRESS, SHARE, Door, place_of
 from dlrover.protocol.rpc.server import MasterServer
 from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, MAX_STREAMS, SERVICE, call_metadata, open_channel
 from tests.floods import STRANGER
 from tests.protocol.conftest import TOKEN, Agent, PlainLoop, Serve
+from tests.protocol.rpc import by_hand
+from tests.protocol.rpc.by_hand import NO_SETTINGS, PREFACE
 
 DEADLINE = 60.0
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-NO_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+BOMB_BYTES = 256 * 2**20
+MOST_UNREAD = 64 * 1024
+"""Bytes of a stream that the master does not read: docs/reference/protocol.md."""
 
 
 class Silent:
@@ -92,6 +96,22 @@ async def test_what_is_compressed_is_not_expanded(serve: Serve) -> None:
             await method(question, metadata=call_metadata(TOKEN), compression=grpc.Compression.Gzip)
 
 
+@pytest.mark.parametrize("token", [TOKEN, "wrong"])
+async def test_a_compression_bomb_costs_no_memory(serve: Serve, token: str) -> None:
+    """`make test-grpc-oldest` has the version in which it would."""
+    _, address = await serve()
+    packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    bomb = b"".join(packer.compress(bytes(2**20)) for _ in range(BOMB_BYTES // 2**20)) + packer.flush()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    async with asyncio.timeout(DEADLINE), by_hand.pouring(address) as stranger:
+        call = stranger.call(ASK_METHOD, token, by_hand.message(bomb, is_compressed=True))
+        running = asyncio.ensure_future(stranger.run())
+        await call.over.wait()
+        running.cancel()
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < BOMB_BYTES / 4
+    assert isinstance(await ask(address, Ping(), token=TOKEN, timeout=DEADLINE), Pong)
+
+
 async def test_a_connection_has_sixteen_streams(serve: Serve) -> None:
     _, address = await serve()
     async with open_channel(address, None) as channel, asyncio.timeout(DEADLINE):
@@ -105,6 +125,43 @@ async def test_a_connection_has_sixteen_streams(serve: Serve) -> None:
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*served, return_exceptions=True)
+
+
+async def test_a_call_without_the_token_has_64_kib_of_its_body_taken_however_fast_it_comes(serve: Serve) -> None:
+    _, address = await serve()
+    async with asyncio.timeout(DEADLINE), by_hand.pouring(address) as stranger:
+        for _ in range(MAX_STREAMS):
+            stranger.call(ASK_METHOD, "wrong", by_hand.message(bytes(MAX_MESSAGE_BYTES)))
+        await stranger.run()  # the master closes the connection
+        assert all(0 < each.granted <= MOST_UNREAD for each in stranger.calls.values())
+
+
+class UnhurriedLoop(PlainLoop):
+    """Answers no question, so no more is read of the call that asked it."""
+
+    async def ask(self, question: Question) -> Reply:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+async def test_a_call_that_the_master_does_not_read_has_128_kib_taken_while_another_is_fast() -> None:
+    """Of the token's holder. The window opens once more for the message that the master has read; 64 KiB is what nobody has read of."""
+    master_loop, server = UnhurriedLoop(), MasterServer(token=TOKEN)
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start(master_loop)
+    question = by_hand.message(QUESTION.encode(Ping()))
+    told = [Request(id=each, sequence=each, body=StopJob(message="x" * 1_000_000)) for each in range(1, 17)]
+    try:
+        async with asyncio.timeout(DEADLINE), by_hand.pouring(address) as caller:
+            unread = caller.call(ASK_METHOD, TOKEN, question + by_hand.message(bytes(MAX_MESSAGE_BYTES)))
+            caller.call(AGENT_METHOD, TOKEN, b"".join(by_hand.message(encode_frame([each])) for each in told))
+            running = asyncio.ensure_future(caller.run())
+            for _ in told:
+                await master_loop.until(Request)
+            running.cancel()
+            assert 0 < unread.granted - len(question) <= 2 * MOST_UNREAD
+    finally:
+        await server.stop()
 
 
 async def test_who_shows_no_token_is_sent_away_and_who_has_stays(
@@ -197,7 +254,8 @@ async def test_a_crowd_of_one_address_that_speaks_at_once_is_read_before_it_is_j
     """All stand outside when the door looks for the first time: the master's event loop is held up until the last one has spoken."""
     _, address = await serve()
     host, port = address.rsplit(":", 1)
-    call = _question_frames(address)
+    call = PREFACE + NO_SETTINGS + by_hand.call(1, address, ASK_METHOD, TOKEN)
+    call += by_hand.frame(by_hand.DATA, 1, by_hand.message(QUESTION.encode(Ping())))
     crowd = [socket.create_connection((host, int(port))) for _ in range(3 * MAX_OF_ADDRESS)]
     try:
         for each in crowd:
@@ -210,31 +268,6 @@ async def test_a_crowd_of_one_address_that_speaks_at_once_is_read_before_it_is_j
     finally:
         for each in crowd:
             each.close()
-
-
-def _question_frames(address: str) -> bytes:
-    """All that a caller of `Ask` sends, without waiting for anything."""
-    headers = [
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":path", f"/{SERVICE}/{ASK_METHOD}"),
-        (":authority", address),
-        ("te", "trailers"),
-        ("content-type", "application/grpc"),
-    ]
-    for name, value in call_metadata(TOKEN):
-        headers.append((name, base64.b64encode(value).decode() if isinstance(value, bytes) else value))
-    block = b"".join(
-        b"\x00" + b"".join(bytes((len(word),)) + word.encode() for word in header) for header in headers
-    )  # none of them indexed, all shorter than 127 bytes
-    question = QUESTION.encode(Ping())
-    message = b"\0" + len(question).to_bytes(4, "big") + question
-    return PREFACE + NO_SETTINGS + _frame(1, 4, block) + _frame(0, 1, message)
-
-
-def _frame(kind: int, flags: int, payload: bytes) -> bytes:
-    """Of the first stream."""
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags, 0, 0, 0, 1)) + payload
 
 
 async def _has_ended_a_stream(sock: socket.socket) -> bool:
