@@ -245,6 +245,10 @@ class LocalCluster:
         assert life is not None, f"{container} of {pod['metadata']['name']} was never started"
         return life
 
+    def output(self, pod: Body) -> str:
+        """What the newest life of the pod's container has printed."""
+        return (self.life(pod).folder / "log").read_text(errors="replace")
+
     def eat_memory(self, pod: Body, container: str = "main") -> None:
         """A process of the container takes more memory than the container may have."""
         spec = json.loads((self.life(pod, container).folder / "spec.json").read_text())

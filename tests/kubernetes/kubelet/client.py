@@ -160,6 +160,10 @@ class Cluster:
                 headers={"Content-Type": content} if data is not None else {},
                 timeout=_TIMEOUT,
             ) as response:
+                if (
+                    response.status == 404 and response.content_type == "text/plain"
+                ):  # of a kind that the server does not know
+                    raise ApiError(404, "NotFound", await response.text())
                 answer = await response.json(content_type=None)
                 if response.status < 300:
                     return dict(answer)
