@@ -103,9 +103,10 @@ test-grpc-oldest: .venv-grpc-oldest/.installed ## the tests of the wire with the
 	.venv-grpc-oldest/bin/python -m pytest tests/protocol/rpc
 
 test-ray: $(RAY_STAMP) ## what needs a Ray cluster: a real one of several raylets on this machine
-	$(RAY_BIN)/python -m pytest tests/ray tests/unified/api --ignore tests/ray/unified
+	@# The example of reinforcement learning takes as long as all other multi-role jobs together: see test-unified.
+	$(RAY_BIN)/python -m pytest tests/ray tests/unified/api --ignore tests/ray/unified/test_grpo.py
 
-test-unified: $(RAY_STAMP) ## multi-role jobs on a real Ray, with kills of every part (about 10 minutes; not all of it passes yet)
+test-unified: $(RAY_STAMP) ## multi-role jobs on a real Ray, and the example of reinforcement learning with kills of every part
 	$(RAY_BIN)/python -m pytest tests/ray/unified
 
 test-ray-oldest: .venv-ray-oldest/.installed ## the same with the oldest Ray that we support

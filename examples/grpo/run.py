@@ -49,6 +49,7 @@ class Fault(Struct, frozen=True, kw_only=True):
 
 
 def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ensemble:
+    """`stale`: rollouts answer with weights that are so many steps older than they say. The trainer fails then, and no restart would help."""
     return Ensemble(
         "grpo",
         roles=[
@@ -58,7 +59,8 @@ def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ens
                 nproc=2,
                 cpus=0.5,
                 env={"PYTHONPATH": str(REPOSITORY)},
-                options=["--max-restarts=20"],
+                options=["--max-restarts=0" if stale else "--max-restarts=20"],
+                on_failure="stop" if stale else "self",
                 takes_calls=True,
             ),
             Role.simple(

@@ -105,8 +105,10 @@ class Demo:
         exit_code = job.wait()
         if exit_code != 0:
             return f"the job ended with exit code {exit_code}:\n{job.output()[-3000:]}"
-        if left := lab.leftovers(PROGRAM):
-            return f"left behind: {left}"
+        try:
+            lab.await_nothing_left(PROGRAM)
+        except AssertionError as error:
+            return str(error)
         return ""
 
     def _inflict(self, what: str, job: RunningRayJob, choose: Callable[[list[int]], int]) -> None:

@@ -112,7 +112,9 @@ class RunningRayJob:
                 return self.found().account(timeout=20.0)
             return None
 
-        return until(look, self.output)
+        account = until(look, self.output)
+        self.lab.note([account.pid, account.master_pid])
+        return account
 
     def status(self) -> JobStatus:
         def look() -> JobStatus | None:
@@ -143,7 +145,7 @@ class RunningRayJob:
     def newest_step(self) -> int:
         return max((step.step for step in self.steps()), default=0)
 
-    def await_steps(self, more: int = 5, *, world_size: int = 0) -> Step:
+    def await_steps(self, more: int = 5, *, world_size: int = 0, deadline: float = 240.0) -> Step:
         """So many steps beyond those that there are now, in a world of that size."""
         goal = self.newest_step() + more
 
@@ -151,7 +153,7 @@ class RunningRayJob:
             steps = [each for each in self.steps() if each.step >= goal and world_size in (0, each.world_size)]
             return steps[-1] if steps else None
 
-        return until(look, lambda: f"no step {goal} of {world_size} workers\n{self.output()}", deadline=240.0)
+        return until(look, lambda: f"no step {goal} of {world_size} workers\n{self.output()}", deadline=deadline)
 
     def workers(self) -> dict[int, int]:
         """pid by global rank, of the newest round. Each rank writes its own file, so the last one may still be missing."""
@@ -163,7 +165,9 @@ class RunningRayJob:
             found = {step.global_rank: step.pid for step in world}
             return found if world and len(found) == world[0].world_size else None
 
-        return until(look, lambda: f"not all workers of the newest round did a step\n{self.output()}")
+        found = until(look, lambda: f"not all workers of the newest round did a step\n{self.output()}")
+        self.lab.note([*found.values(), *(parent.pid for pid in found.values() for parent in ours_above(pid))])
+        return found
 
 
 def dlrover(*words: str) -> list[str]:
@@ -184,6 +188,17 @@ def actor_above(pid: int) -> psutil.Process:
             if Path(f"/proc/{parent.pid}/comm").read_text().startswith("ray::"):
                 return parent
     raise AssertionError(f"process {pid} is below no actor")
+
+
+def ours_above(pid: int) -> list[psutil.Process]:
+    """Zygote, agent, launcher and actor: what is between a worker and its raylet."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for parent in psutil.Process(pid).parents():
+            if parent.name() == "raylet":
+                return found
+            found.append(parent)
+    return []
 
 
 def raylet_above(pid: int) -> int:

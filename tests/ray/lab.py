@@ -6,10 +6,11 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
@@ -25,6 +26,10 @@ RECOMMENDED = {
     "health_check_failure_threshold": 3,
 }
 """What our how-to recommends for the head."""
+MARK = "DLROVER_TEST_LAB"
+"""A variable of all processes of a cluster, and of what they start."""
+RAYS_OWN = ("ray::IDLE", "ray::Dashboard", "ray::RuntimeEnv")
+"""Titles of Ray's own processes that are no actor. The others name a file of the package."""
 
 
 class RayLab:
@@ -34,6 +39,8 @@ class RayLab:
         """`more`: further parameters of the head."""
         self.directory = directory
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
+        # Ray's 15 would give the roles of a test a thirtieth of what any other program of a busy machine has.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         head = {
             "num_cpus": head_cpus,
             "object_store_memory": STORE_BYTES,
@@ -43,7 +50,9 @@ class RayLab:
             **more,
         }
         make_address_directory()
-        self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        self._noted: set[psutil.Process] = set()
+        with self._marking():
+            self.cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.address: str = self.cluster.address
         self.connect()
         self.machines: list[Any] = []
@@ -52,7 +61,10 @@ class RayLab:
         ray.init(address=self.address, namespace="tests", log_to_driver=False, configure_logging=False)
 
     def add_machine(self, num_cpus: int = 1, **more: Any) -> Any:
-        machine = patiently(lambda: self.cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES, **more))
+        with self._marking():
+            machine = patiently(
+                lambda: self.cluster.add_node(num_cpus=num_cpus, object_store_memory=STORE_BYTES, **more)
+            )
         self.machines.append(machine)
         return machine
 
@@ -95,9 +107,47 @@ class RayLab:
     def placement_groups(self) -> list[str]:
         return [key for key, group in ray.util.placement_group_table().items() if group["state"] != "REMOVED"]
 
+    def note(self, pids: Iterable[int]) -> None:
+        """Processes of a job that live: none of them may outlive it."""
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._noted.add(psutil.Process(pid))
+
     def leftovers(self, *needles: str) -> list[str]:
-        """Whatever a job has left in the cluster or on this machine; `needles` are words of its processes' command lines."""
-        return [*self.actors(), *self.keys(), *self.placement_groups(), *processes_with(*needles)]
+        """
+        Whatever a job has left in the cluster or on this machine.
+
+        That is any process but Ray's own that came from the cluster, whatever it is called; also those that were noted, and those with one of the
+        `needles` in their command lines.
+        """
+        in_cluster = [*self.actors(), *self.keys(), *self.placement_groups()]
+        return in_cluster + sorted({*self._noted_that_live(), *self.processes(), *processes_with(*needles)})
+
+    def processes(self) -> list[str]:
+        """Those of this cluster that are not Ray's own: actors, and all that is below them or was left by them."""
+        marks = (f"{MARK}={self.directory}\0".encode(), os.path.join(self.directory, ""))
+        return [f"{pid}: {command}" for pid, command in living_processes() if _is_left(pid, command, *marks)]
+
+    def _noted_that_live(self) -> list[str]:
+        found = []
+        for process in list(self._noted):
+            try:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid}: {' '.join(process.cmdline())}")
+                    continue
+            except psutil.NoSuchProcess:
+                pass
+            self._noted.discard(process)
+        return found
+
+    @contextlib.contextmanager
+    def _marking(self) -> Iterator[None]:
+        """Only while processes of the cluster start: what the test itself starts bears no mark."""
+        os.environ[MARK] = self.directory
+        try:
+            yield
+        finally:
+            del os.environ[MARK]
 
     def await_nothing_left(self, *needles: str) -> None:
         until(lambda: not self.leftovers(*needles), lambda: f"left behind: {self.leftovers(*needles)}")
@@ -128,16 +178,30 @@ def free_port() -> int:
 
 def processes_with(*needles: str) -> list[str]:
     """Command lines of living processes that contain one of the words, but for those of this test."""
-    found = []
+    return [f"{pid}: {command}" for pid, command in living_processes() if any(needle in command for needle in needles)]
+
+
+def living_processes() -> Iterator[tuple[int, str]]:
+    """Pid and command line of all on this machine but this one."""
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
-            if state not in ("Z", "X") and any(needle in command for needle in needles):
-                found.append(f"{name}: {command.strip()}")
-    return found
+            if state not in ("Z", "X"):
+                yield int(name), command.strip()
+
+
+def _is_left(pid: int, command: str, mark: bytes, directory: str) -> bool:
+    """By its environment; or, as an actor writes its title over that, by where its output goes."""
+    if command.startswith(RAYS_OWN) or os.path.dirname(ray.__file__) in command:
+        return False
+    with contextlib.suppress(OSError):
+        if mark in Path(f"/proc/{pid}/environ").read_bytes():
+            return True
+        return os.readlink(f"/proc/{pid}/fd/1").startswith(directory)
+    return False
 
 
 def until(condition: Callable[[], Any], explain: Callable[[], str] = lambda: "", *, deadline: float = DEADLINE) -> Any:

@@ -18,7 +18,7 @@ from dlrover.platforms.ray.access import namespace_of
 from dlrover.platforms.ray.starter import RayNodes
 from dlrover.platforms.ray.store import JobStore, Registered, Registry
 from dlrover.unified import RayJob
-from tests.ray.jobs import TRAINED_STEPS, run_dlrover
+from tests.ray.jobs import TRAINED_STEPS, dlrover, run_dlrover
 from tests.ray.lab import RayLab, until
 
 SAYS = "import os; os.write(1, 'rank {RANK} of {WORLD_SIZE} {COLOUR}\\n'.format(**{'COLOUR': '', **os.environ}).encode())\n"
@@ -53,6 +53,29 @@ def test_logs_of_a_job_come_from_all_nodes(lab: RayLab, script: str):
         f"rank {rank} of 4 blue" for rank in range(4)
     ]
     assert job.wait(timeout=60) == 0
+
+
+def test_logs_are_printed_by_the_command_until_now_and_to_the_end(lab: RayLab, tmp_path: Path):
+    script = tmp_path / "talks.py"
+    script.write_text(
+        "import pathlib, sys, time\nprint('first line', flush=True)\n"
+        "while not pathlib.Path(sys.argv[1], 'stop').exists():\n    time.sleep(0.05)\n"
+        "print('last line', flush=True)\n"
+    )
+    job = RayJob(str(script), args=[str(tmp_path)], name="talker").submit()
+    logs = ("ray", "logs", "talker", "--address", lab.address)
+    until(lambda: "] first line" in (shown := run_dlrover(*logs)).stdout and shown.returncode == 0)
+    with subprocess.Popen(dlrover(*logs, "-f"), stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert any("] first line" in line for line in iter(following.stdout.readline, ""))
+        (tmp_path / "stop").touch()
+        assert "] last line" in following.stdout.read()
+        assert following.wait(60) == 0
+    assert job.wait(timeout=60) == 0
+    unknown = run_dlrover("ray", "logs", "no-such-job", "--address", lab.address)
+    assert unknown.returncode != 0
+    assert "no-such-job" in unknown.stderr
+    lab.await_nothing_left(str(script))
 
 
 def test_the_launcher_runs_a_whole_job_on_ray(lab: RayLab, script: str):
@@ -125,6 +148,26 @@ def test_what_cannot_be_is_said_before_anything_starts(
     assert ended.returncode == 2, ended
     assert sentence in ended.stderr
     assert lab.leftovers(script) == []
+
+
+def test_no_cluster_at_all(script: str, tmp_path: Path):
+    """In a pid namespace of its own: without an address Ray joins any cluster whose processes it sees."""
+    alone = ("unshare", "--pid", "--fork", "--mount-proc")
+    if os.getuid() != 0 or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("the test needs root, to hide the clusters of this machine")
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = subprocess.run(
+        [*alone, *dlrover("ray", "run", "--", script)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**environ, "RAY_TMPDIR": str(tmp_path), "TMPDIR": str(tmp_path)},
+        check=False,
+    )
+    assert ended.returncode == 2, ended
+    assert "No Ray cluster answers at auto" in ended.stderr
+    assert "ray start --head" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_no_cluster_and_a_wrong_address(script: str):

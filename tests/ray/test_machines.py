@@ -43,18 +43,19 @@ def test_a_job_grows_shrinks_and_leaves_a_drained_machine(own_lab: RayLab, start
     third = lab.add_machine()
     job.await_steps(world_size=3)
     assert lab.raylet(third) in {raylet_above(pid) for pid in job.workers().values()}
+    fourth = lab.add_machine()
+    job.await_steps(world_size=4)
+    assert lab.raylet(fourth) in {raylet_above(pid) for pid in job.workers().values()}
 
     # A raylet dies with training workers below it: the job shrinks, and nothing of that node lives on.
     victim = next(pid for pid in job.workers().values() if raylet_above(pid) == lab.raylet(third))
     gone = [actor_above(victim), *below(actor_above(victim).pid)]
     os.kill(lab.raylet(third), signal.SIGKILL)
-    job.await_steps(world_size=2)
-    until(lambda: not living(gone), lambda: f"still there: {living(gone)}")
+    until(lambda: not living(gone), lambda: f"still there: {living(gone)}", deadline=10 * 6.0)
+    job.await_steps(world_size=3)
     assert {actor_above(pid).pid for pid in job.workers().values()}.isdisjoint({gone[0].pid})
 
     # A machine is drained: its node saves and leaves before the deadline.
-    fourth = lab.add_machine()
-    job.await_steps(world_size=3)
     drained = next(pid for pid in job.workers().values() if raylet_above(pid) == lab.raylet(fourth))
     processes = below(actor_above(drained).pid)
     lab.drain(fourth, seconds=120)
@@ -145,7 +146,7 @@ def kill_the_home_of_the_host(
     account, workers = job.account(), job.workers()
     assert raylet_above(account.pid) == lab.raylet(home), f"host {account.host_epoch} is not where it shall be"
     os.kill(lab.raylet(home), signal.SIGKILL)
-    until(lambda: job.account().host_epoch > account.host_epoch, job.output)
+    until(lambda: job.account().host_epoch > account.host_epoch, job.output, deadline=10 * 25.0)
     assert raylet_above(job.account().pid) != lab.raylet(home)
     until(lambda: job.status().world_size == 2, job.output)
     job.await_steps(world_size=2)

@@ -108,7 +108,7 @@ def logs(
     """Print the output of a job's nodes: the newest 4 MiB, and with -f what follows."""
     with found_job(job, address) as found:
         try:
-            asyncio.run(found.follow(_print, is_following=follow))
+            asyncio.run(found.follow(_print, is_following=follow, takes_result=False))
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

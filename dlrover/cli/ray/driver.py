@@ -69,10 +69,13 @@ class SubmittedJob:
                     raise Unavailable(f"the host of job {self.name} does not answer: {type(error).__name__}") from error
                 time.sleep(FIRST_PAUSE)
 
-    async def follow(self, show: Callable[[HostNews], None], *, is_following: bool = True) -> JobOver | None:
+    async def follow(
+        self, show: Callable[[HostNews], None], *, is_following: bool = True, takes_result: bool = True
+    ) -> JobOver | None:
         """
         Have all news shown until the job is over, or, if not following, those that there are.
 
+        `takes_result`: the host keeps it for no other driver then. A bystander leaves it to the one that submitted the job.
         A host that was started again begins to count anew. Raises `JobError` if it is gone without a result.
         """
         missed_since: float | None = None
@@ -97,6 +100,8 @@ class SubmittedJob:
             self._host_epoch, self._after = news.host_epoch, news.next
             show(news)
             if news.over is not None:
+                if not takes_result:
+                    return news.over
                 with contextlib.suppress(self._ray.exceptions.RayError):  # it waits a moment only
                     await asyncio.wait_for(asyncio.wrap_future(actor.taken.remote(self._me).future()), CALL_TIMEOUT)
                 return news.over

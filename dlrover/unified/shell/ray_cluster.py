@@ -80,7 +80,7 @@ class RayCluster:
         if isinstance(found, ElasticRole):
             end = await found.over()
             if end.exit_code:
-                raise InstanceBroken(_say_end(end), f"exit {end.exit_code}")
+                raise InstanceBroken(say_end(end), f"exit {end.exit_code}")
             return
         if found is None:
             await FOREVER().wait()
@@ -303,6 +303,8 @@ class RayCluster:
 
 
 BEGUN_TIMEOUT = 2.0
+CAUSE = "cause"
+"""Begins a line of the report of a failed job."""
 UNAVAILABLE = 0.2
 """Seconds before an instance that Ray does not reach is asked again."""
 
@@ -316,10 +318,11 @@ def _settle(future: asyncio.Future[Any], value: Any) -> None:
         future.set_result(value)
 
 
-def _say_end(end: JobOver) -> str:
-    """In one line: its exit code, and the newest line of its report, which names the error."""
-    lines = [line.strip() for line in end.report.splitlines() if line.strip()]
-    words = next((line for line in lines if "Error" in line or "error" in line), lines[-1] if lines else "")
+def say_end(end: JobOver) -> str:
+    """Of an elastic role, in one line: its exit code, and the cause of the first failure that its report names; else the last line of that."""
+    lines = [line.strip() for line in end.report.splitlines() if line.strip(" =-")]
+    causes = [line.removeprefix(CAUSE).strip() for line in lines if line.startswith(f"{CAUSE} ")]
+    words = f"first failure: {causes[0]}" if causes else lines[-1] if lines else ""
     return f"exit code {end.exit_code}" + (f": {words}" if words else "")
 
 

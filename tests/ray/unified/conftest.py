@@ -55,6 +55,7 @@ class RunningEnsemble:
             return None
 
         found: EnsembleAccount = until(look)
+        self.lab.note([found.pid, *found.pids.values()])
         return found
 
     def await_stage(self, stage: str) -> EnsembleAccount:

@@ -24,10 +24,12 @@ SOLE = {
 
 @pytest.fixture(scope="module")
 def grpo_lab(ray_path: None) -> Iterator[RayLab]:
-    with new_lab() as lab:
+    """With Ray's own health check: on a busy machine the settings that we recommend take a slow raylet for a dead one."""
+    with new_lab(settings=None) as lab:
         yield lab
 
 
+@pytest.mark.timeout(1200)  # two runs, and seven kills of which Ray needs 14 s to see one
 def test_kills_of_every_part_leave_the_run_as_it_was(grpo_lab: RayLab, tmp_path: Path):
     undisturbed = run(grpo_lab, tmp_path / "undisturbed", []).record()
     kills = list(zip([*SOLE, "machine"], range(6, 60, 7), strict=False))

@@ -56,7 +56,7 @@ def test_an_entry_point_that_fails_ends_the_job(lab: RayLab, tmp_path: Path, str
     )  # fmt: skip
     assert job.submit("failing", failover_exec_strategy=strategy, job_max_restart=limit) == 1
     assert (tmp_path / "tries").read_text() == num_tries * "x"
-    assert lab.leftovers() == []
+    lab.await_nothing_left()
 
 
 def test_a_communication_check_that_fails_once_restarts_the_role(lab: RayLab, tmp_path: Path):
@@ -67,7 +67,7 @@ def test_a_communication_check_that_fails_once_restarts_the_role(lab: RayLab, tm
     )  # fmt: skip
     assert job.submit("checked") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checked-0-2", "checked-1-2"]
-    assert lab.leftovers() == []
+    lab.await_nothing_left()
 
 
 def test_a_job_of_reinforcement_learning_as_of_old(lab: RayLab, tmp_path: Path):
