@@ -33,7 +33,7 @@ from dlrover.brain.store.reading import (
     shown_plan,
 )
 from dlrover.brain.store.store import BrainStore
-from dlrover.brain.tenants import ALL_TENANTS, Caller, check_right
+from dlrover.brain.tenants import ALL_TENANTS, TokenHolder, check_right
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.brain import (
@@ -81,7 +81,7 @@ class BrainDesk:
         self.num_absurd: Counter[str] = Counter()
         """Ignored reports, by what they are."""
 
-    async def answer(self, caller: Caller, question: BrainQuestion, size_bytes: int) -> BrainReply:
+    async def answer(self, caller: TokenHolder, question: BrainQuestion, size_bytes: int) -> BrainReply:
         """Raises Rejected or Unavailable."""
         check_right(caller, question)
         job = getattr(question, "job", None)

@@ -17,7 +17,7 @@ from dlrover.brain.config import RateTerms, ServiceTerms
 from dlrover.brain.rates import SendRates
 from dlrover.brain.serving import RunningBrain
 from dlrover.brain.store.database import migrate, open_engine
-from dlrover.brain.tenants import Role, add_token
+from dlrover.brain.tenants import TokenRole, add_token
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.brain import BrainStored, JobList, JobsAsked, RunsTold, StartPlan
 from dlrover.protocol.rpc.brain import BRAIN_QUESTION, BRAIN_SERVICE, MAX_BRAIN_BYTES, BrainChannel
@@ -34,7 +34,7 @@ async def asked(brain: RunningBrain, question: object, token: str = "", timeout:
         await channel.close()
 
 
-async def with_token(brain: RunningBrain, tenant: str = "team", role: Role = Role.JOB) -> str:
+async def with_token(brain: RunningBrain, tenant: str = "team", role: TokenRole = TokenRole.JOB) -> str:
     token = await brain.store.write(lambda connection: add_token(connection, tenant, role, 1.0))
     brain.doorkeeper._read_at = None  # not in two seconds: now
     await brain.doorkeeper.refresh()
