@@ -37,6 +37,8 @@ class ServiceTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tls: TlsConfig | None = None
     retention: RetentionTerms = RetentionTerms()
     rate: RateTerms = RateTerms()
+    start_patience: float = 0.5
+    """Seconds that a start plan waits for its job to be stored. The job waits two seconds for the plan."""
     prune_every: float = 3600.0
     """Seconds."""
     gather: float = 0.02

@@ -104,12 +104,13 @@ def _curve(job: AllowanceAsked) -> JobCurve:
     least = -(-job.min_nodes // unit) * unit
     most = max(least, job.max_nodes // unit * unit)
     step = unit * max(1, -(-(most - least) // (unit * MOST_SIZES)))
+    now = job.nodes // unit * unit  # a share has whole units, also of a job that lost a node just now
     if not points:
-        return JobCurve(uid=job.job.uid, points=(CurvePoint(least, 0.0),), work=0.0, now=job.nodes)
+        return JobCurve(uid=job.job.uid, points=(CurvePoint(least, 0.0),), work=0.0, now=now)
     sizes = [*range(least, most + 1, step)]
     curve = tuple(CurvePoint(nodes, _speed(points, nodes)) for nodes in sizes)
     work = job.remaining or UNKNOWN_SECONDS * curve[0].speed
-    return JobCurve(uid=job.job.uid, points=curve, work=work, now=job.nodes, cost=job.change_cost)
+    return JobCurve(uid=job.job.uid, points=curve, work=work, now=now, cost=job.change_cost)
 
 
 def _speed(points: Sequence[SpeedPoint], nodes: int) -> float:

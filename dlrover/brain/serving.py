@@ -38,7 +38,7 @@ class RunningBrain:
             else BrainStore(engine, gather=terms.gather, clock=clock)
         )
         self.doorkeeper = Doorkeeper(self.store, may_open=is_loopback(terms.host))
-        self.desk = BrainDesk(self.store, SendRates(terms.rate))
+        self.desk = BrainDesk(self.store, SendRates(terms.rate), start_patience=terms.start_patience)
         self.metrics = BrainMetrics(lambda: self.desk.num_absurd, lambda: self.store.num_commits)
         self._server = BrainServer(self.doorkeeper, self.desk, self.metrics, terms.tls)
         self._http = HttpServer(HttpDoor(self.store, self.doorkeeper, self.metrics, self._ask), terms.tls)

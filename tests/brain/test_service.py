@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import time
 from pathlib import Path
 
 import grpc
@@ -103,7 +102,7 @@ def mutated(chance: random.Random, data: bytes) -> bytes:
 
 
 async def test_fuzzed_messages_change_nothing_and_leave_it_serving(serve: Serve) -> None:
-    """Each is refused with a clear status, or answered as a message that makes sense. 100,000 are sent by `benchmarks/brain.py --fuzz`."""
+    """Each is refused with a clear status, or answered as a message that makes sense."""
     chance = random.Random(4)
     samples = [
         BRAIN_QUESTION.encode(each)
@@ -186,14 +185,12 @@ def test_a_rate_is_a_mean_over_two_seconds() -> None:
 
 
 async def test_a_frozen_disk_delays_a_start_only_for_a_while(serve: Serve) -> None:
-    async with serve() as brain:
+    async with serve(start_patience=0.2) as brain:
         await asked(brain, began())
         holder = open_engine(brain.store.engine.url)
         with holder.connect().execution_options(writes=True) as connection:
             with connection.begin():  # no other connection can write
-                began_at = time.monotonic()
-                assert isinstance(await asked(brain, began("second"), timeout=2.0), StartPlan)
-                assert time.monotonic() - began_at < 2.0
+                assert isinstance(await asked(brain, began("second")), StartPlan)
                 assert isinstance(await asked(brain, JobsAsked()), JobList), "and what is read waits for nothing"
         assert await asked(brain, RunsTold(job=ref("second"), runs=(run(1),))) == BrainStored(newest_run=1)
         holder.dispose()
