@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-grpc-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences packages docs reference simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling demo-brain bench-brain bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-grpc-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences packages docs reference simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ demo-unified: $(RAY_STAMP) ## reinforcement learning with four roles on a Ray of
 
 demo-scaling: $(STAMP) ## a job on this machine finds its own size between 1 and 4 nodes, then loses half of its room; reasons and the fitted curve
 	@$(BIN)/python examples/scaling/demo.py
+
+demo-brain: $(STAMP) ## two runs of a script: the second starts with the nodes that the first ended with, and Brain is killed meanwhile
+	@$(BIN)/python examples/brain/demo.py
 
 test: lint unit ## all checks and tests: what CI runs
 
@@ -209,6 +212,9 @@ bench-monitoring: $(STAMP) ## what watching costs: a step with and without the h
 
 bench-scaling-pauses: $(STAMP) ## how long training pauses when a job grows and shrinks by a node, ten of each (about 3 minutes)
 	$(BIN)/python benchmarks/scaling_pauses.py
+
+bench-brain: $(STAMP) ## a thousand virtual masters with a report a minute, and start plans over a million stored runs (about 4 minutes)
+	$(BIN)/python benchmarks/brain.py
 
 bench-scaling-cost: $(STAMP) ## what the evidence for scaling adds to a step: 10,000 with and without, interleaved (about 1 minute)
 	$(BIN)/python benchmarks/scaling_cost.py

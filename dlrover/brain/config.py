@@ -9,7 +9,7 @@ from dlrover.protocol.addresses import TlsConfig
 DAY = 86_400.0
 
 
-class Retention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetentionTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """For how many days the store keeps things."""
 
     run_days: float = 90.0
@@ -35,8 +35,10 @@ class ServiceTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     http_port: int | None = 8000
     """Of people and of the historical HTTP forms; 0: a free one; None: no such port."""
     tls: TlsConfig | None = None
-    retention: Retention = Retention()
+    retention: RetentionTerms = RetentionTerms()
     rate: RateTerms = RateTerms()
+    start_patience: float = 0.5
+    """Seconds that a start plan waits for its job to be stored. The job waits two seconds for the plan."""
     prune_every: float = 3600.0
     """Seconds."""
     gather: float = 0.02

@@ -33,7 +33,7 @@ from dlrover.brain.store.reading import (
     shown_plan,
 )
 from dlrover.brain.store.store import BrainStore
-from dlrover.brain.tenants import ALL_TENANTS, Caller, check_right
+from dlrover.brain.tenants import ALL_TENANTS, TokenHolder, check_right
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.brain import (
@@ -66,22 +66,21 @@ from dlrover.protocol.rpc.rarely import Rarely
 
 log = logging.getLogger(__name__)
 
-START_PATIENCE = 0.5
-"""Seconds that a start plan waits for the job to be stored. The job waits two seconds."""
 MACHINES_AGE = 600.0
 """Seconds for which the news of a monitor counts."""
 
 
 class BrainDesk:
-    def __init__(self, store: BrainStore, rates: SendRates) -> None:
+    def __init__(self, store: BrainStore, rates: SendRates, *, start_patience: float = 0.5) -> None:
         self._store = store
+        self._start_patience = start_patience
         self._rates = rates
         self._rooms = Rooms(store.clock)
         self._rarely = Rarely()
         self.num_absurd: Counter[str] = Counter()
         """Ignored reports, by what they are."""
 
-    async def answer(self, caller: Caller, question: BrainQuestion, size_bytes: int) -> BrainReply:
+    async def answer(self, caller: TokenHolder, question: BrainQuestion, size_bytes: int) -> BrainReply:
         """Raises Rejected or Unavailable."""
         check_right(caller, question)
         job = getattr(question, "job", None)
@@ -122,7 +121,7 @@ class BrainDesk:
         )
         if start.plan is not None:
             self._propose(tenant, began.job.uid, start.algorithm, start, now)
-        done, _ = await asyncio.wait({storing}, timeout=START_PATIENCE)
+        done, _ = await asyncio.wait({storing}, timeout=self._start_patience)
         return replace(start, newest_run=storing.result()) if done else start
 
     async def _plan(self, tenant: str, asked: PlanAsked) -> BrainPlan:

@@ -26,7 +26,7 @@ from dlrover.brain.metrics import BrainMetrics
 from dlrover.brain.planning import history_of, settings_for, settings_of
 from dlrover.brain.store.reading import find_job, find_settings
 from dlrover.brain.store.store import BrainStore
-from dlrover.brain.tenants import Caller, Doorkeeper, Role
+from dlrover.brain.tenants import Doorkeeper, TokenHolder, TokenRole
 from dlrover.core.scaling.history.conversion import historical_form, within
 from dlrover.core.scaling.history.selection import HTTP_OPTIMIZER, OPTIMIZER_KEY
 from dlrover.protocol.addresses import TlsConfig, is_loopback
@@ -53,7 +53,7 @@ STOP_TIMEOUT = 1
 MAX_HEAD = 16 * 1024
 READ_SECONDS = 10.0
 
-Ask = Callable[[Caller, BrainQuestion], Any]
+Ask = Callable[[TokenHolder, BrainQuestion], Any]
 
 
 class _HistoricalJob(msgspec.Struct, kw_only=True):
@@ -96,7 +96,7 @@ class HttpDoor:
             exception_handlers={Rejected: _refused, Unavailable: _away},
         )
 
-    def caller_of(self, headers: Mapping[str, str]) -> Caller | None:
+    def caller_of(self, headers: Mapping[str, str]) -> TokenHolder | None:
         if self._doorkeeper.is_open and not _is_this_machine(headers.get("host", "")):
             return None
         kind, _, token = headers.get("authorization", "").partition(" ")
@@ -143,7 +143,7 @@ class HttpDoor:
         caller = self.caller_of(request.headers)
         if caller is None:
             return _stranger()
-        _check_role(caller, (Role.JOB, Role.ADMIN))
+        _check_role(caller, (TokenRole.JOB, TokenRole.ADMIN))
         asked = await _read(request)
         now = self._store.clock()
         found: tuple[bool, str, dict[str, object]] = await self._store.read(
@@ -164,7 +164,7 @@ class HttpDoor:
         caller = self.caller_of(request.headers)
         if caller is None:
             return _stranger()
-        _check_role(caller, (Role.JOB, Role.ADMIN))
+        _check_role(caller, (TokenRole.JOB, TokenRole.ADMIN))
         asked = await _read(request)
         values = await self._store.read(lambda connection: _historical_settings(connection, caller.tenant, asked.job))
         return JSONResponse({"response": {"success": True, "reason": ""}, "job_configs": values})
@@ -290,7 +290,7 @@ async def _read(request: Request) -> _HistoricalQuestion:
         raise Rejected(f"The body is no question of this form: {error}") from error
 
 
-def _check_role(caller: Caller, roles: tuple[Role, ...]) -> None:
+def _check_role(caller: TokenHolder, roles: tuple[TokenRole, ...]) -> None:
     if caller.role not in roles:
         raise Rejected(f"This needs a token with the role `{roles[0]}`; this one has `{caller.role}`.")
 

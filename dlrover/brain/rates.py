@@ -41,7 +41,7 @@ class SendRates:
             del self._spent[next(iter(self._spent))]
         cost = 1 / self._terms.messages, size_bytes / self._terms.size_bytes
         wait = max(spent.messages + cost[0], spent.size_bytes + cost[1]) - SAVED_SECONDS
-        if wait > 0 and max(spent.messages, spent.size_bytes) > 0:
+        if wait > 1e-9 and max(spent.messages, spent.size_bytes) > 0:
             raise Unavailable(
                 f"This job sends more than {self._terms.messages:g} messages or {self._terms.size_bytes / 2**20:g} MiB a second.",
                 max(0.05, wait),

@@ -29,7 +29,7 @@ MOST_JOBS = 4096
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _RoomWish:
     asked: AllowanceAsked
     at: float
     first_at: float
@@ -40,7 +40,7 @@ class Rooms:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._wishes: dict[tuple[str, str], dict[str, _Wish]] = {}
+        self._wishes: dict[tuple[str, str], dict[str, _RoomWish]] = {}
 
     def share(self, tenant: str, cluster: str, asked: AllowanceAsked, room: int | None) -> Allowance:
         """What the asking job may have now. `room` None: nothing limits it."""
@@ -72,12 +72,12 @@ class Rooms:
             if owner == tenant:
                 wishes.pop(uid, None)
 
-    def _renewed(self, tenant: str, cluster: str, asked: AllowanceAsked) -> dict[str, _Wish]:
+    def _renewed(self, tenant: str, cluster: str, asked: AllowanceAsked) -> dict[str, _RoomWish]:
         now = self._clock()
         known = self._wishes.get((tenant, cluster), {})
         wishes = {uid: wish for uid, wish in known.items() if now - wish.at <= LASTS}
         former = wishes.get(asked.job.uid)
-        wishes[asked.job.uid] = _Wish(asked, now, now if former is None else former.first_at)
+        wishes[asked.job.uid] = _RoomWish(asked, now, now if former is None else former.first_at)
         self._wishes[tenant, cluster] = wishes
         return wishes
 
@@ -104,12 +104,13 @@ def _curve(job: AllowanceAsked) -> JobCurve:
     least = -(-job.min_nodes // unit) * unit
     most = max(least, job.max_nodes // unit * unit)
     step = unit * max(1, -(-(most - least) // (unit * MOST_SIZES)))
+    now = job.nodes // unit * unit  # a share has whole units, also of a job that lost a node just now
     if not points:
-        return JobCurve(uid=job.job.uid, points=(CurvePoint(least, 0.0),), work=0.0, now=job.nodes)
+        return JobCurve(uid=job.job.uid, points=(CurvePoint(least, 0.0),), work=0.0, now=now)
     sizes = [*range(least, most + 1, step)]
     curve = tuple(CurvePoint(nodes, _speed(points, nodes)) for nodes in sizes)
     work = job.remaining or UNKNOWN_SECONDS * curve[0].speed
-    return JobCurve(uid=job.job.uid, points=curve, work=work, now=job.nodes, cost=job.change_cost)
+    return JobCurve(uid=job.job.uid, points=curve, work=work, now=now, cost=job.change_cost)
 
 
 def _speed(points: Sequence[SpeedPoint], nodes: int) -> float:

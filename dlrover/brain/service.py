@@ -14,7 +14,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from dlrover.brain.tenants import Caller, Doorkeeper
+from dlrover.brain.tenants import Doorkeeper, TokenHolder
 from dlrover.protocol.addresses import Address, TlsConfig
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -51,7 +51,7 @@ OPTIONS = tuple(option for option in SERVER_OPTIONS if option[0] != "grpc.max_re
 class Desk(Protocol):
     """Who answers. It runs in the event loop and must not block."""
 
-    async def answer(self, caller: Caller, question: BrainQuestion, size_bytes: int) -> BrainReply: ...
+    async def answer(self, caller: TokenHolder, question: BrainQuestion, size_bytes: int) -> BrainReply: ...
 
 
 class Listener(Protocol):
@@ -124,7 +124,7 @@ class BrainServer:
         await call.abort(grpc.StatusCode.UNIMPLEMENTED, "this is Brain, and it has no such method")
         raise AssertionError("abort always raises")
 
-    async def _admit(self, call: grpc.aio.ServicerContext, door: Door) -> Caller:
+    async def _admit(self, call: grpc.aio.ServicerContext, door: Door) -> TokenHolder:
         """Token first: a stranger learns nothing else about us."""
         said = dict(call.invocation_metadata())
         token = said.get(TOKEN_KEY, b"")
@@ -149,7 +149,7 @@ class BrainServer:
         assert caller is not None, "abort always raises"
         return caller
 
-    async def _answer(self, call: grpc.aio.ServicerContext, caller: Caller) -> bytes:
+    async def _answer(self, call: grpc.aio.ServicerContext, caller: TokenHolder) -> bytes:
         try:
             async with asyncio.timeout(READ_TIMEOUT):
                 data = await call.read()
@@ -164,7 +164,7 @@ class BrainServer:
             )
         return _encoded(await self.verdict_on(caller, question, len(data)))
 
-    async def verdict_on(self, caller: Caller, question: BrainQuestion, size_bytes: int) -> BrainVerdict:
+    async def verdict_on(self, caller: TokenHolder, question: BrainQuestion, size_bytes: int) -> BrainVerdict:
         kind, began_at = type(question).__name__, time.perf_counter()
         outcome = "answered"
         try:

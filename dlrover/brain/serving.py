@@ -18,7 +18,7 @@ from dlrover.brain.service import BrainServer
 from dlrover.brain.store.database import check_version, shown_url
 from dlrover.brain.store.pruning import prune
 from dlrover.brain.store.store import BrainStore
-from dlrover.brain.tenants import REREAD_EVERY, Caller, Doorkeeper
+from dlrover.brain.tenants import REREAD_EVERY, Doorkeeper, TokenHolder
 from dlrover.protocol.addresses import is_loopback
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.brain import BrainQuestion, BrainReply
@@ -38,7 +38,7 @@ class RunningBrain:
             else BrainStore(engine, gather=terms.gather, clock=clock)
         )
         self.doorkeeper = Doorkeeper(self.store, may_open=is_loopback(terms.host))
-        self.desk = BrainDesk(self.store, SendRates(terms.rate))
+        self.desk = BrainDesk(self.store, SendRates(terms.rate), start_patience=terms.start_patience)
         self.metrics = BrainMetrics(lambda: self.desk.num_absurd, lambda: self.store.num_commits)
         self._server = BrainServer(self.doorkeeper, self.desk, self.metrics, terms.tls)
         self._http = HttpServer(HttpDoor(self.store, self.doorkeeper, self.metrics, self._ask), terms.tls)
@@ -85,7 +85,7 @@ class RunningBrain:
         await self._server.stop()
         await asyncio.to_thread(self.store.close)
 
-    async def _ask(self, caller: Caller, question: BrainQuestion) -> BrainReply:
+    async def _ask(self, caller: TokenHolder, question: BrainQuestion) -> BrainReply:
         """For the HTTP door: the same as over gRPC, with the same figures."""
         verdict = await self._server.verdict_on(caller, question, 256)
         if isinstance(verdict, Refusal):

@@ -31,7 +31,7 @@ REREAD_EVERY = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-class Role(enum.StrEnum):
+class TokenRole(enum.StrEnum):
     JOB = "job"
     """Writes and reads the jobs of its tenant."""
     READER = "reader"
@@ -42,15 +42,15 @@ class Role(enum.StrEnum):
     """Tells what a cluster has."""
 
 
-class Caller(Struct, frozen=True, kw_only=True):
+class TokenHolder(Struct, frozen=True, kw_only=True):
     tenant: str
-    role: Role
+    role: TokenRole
 
 
 class TenantRow(Struct, frozen=True, kw_only=True):
     name: str
     roles: dict[str, int]
-    """Role to the number of its tokens."""
+    """TokenRole to the number of its tokens."""
     row_limit: int
     num_jobs: int
 
@@ -64,7 +64,7 @@ class Doorkeeper:
         self._store = store
         self._may_open = may_open
         self._clock = clock
-        self._callers: dict[str, tuple[str, Caller]] = {}
+        self._callers: dict[str, tuple[str, TokenHolder]] = {}
         self._read_at: float | None = None
 
     @property
@@ -83,33 +83,33 @@ class Doorkeeper:
             hashes = await self._store.read(_callers_by_hash)
             self._callers = {hash_[:16]: (hash_, caller) for hash_, caller in hashes.items()}
 
-    def caller_of(self, token: str) -> Caller | None:
+    def caller_of(self, token: str) -> TokenHolder | None:
         """None: the token is missing or wrong. The time that this takes tells nothing about a token: only hashes are compared."""
         if self.is_open:
-            return Caller(tenant=DEFAULT_TENANT, role=Role.ADMIN)
+            return TokenHolder(tenant=DEFAULT_TENANT, role=TokenRole.ADMIN)
         given = hash_of(token)
         known, caller = self._callers.get(given[:16], ("", None))
         return caller if hmac.compare_digest(known, given) else None
 
 
-def check_right(caller: Caller, question: BrainQuestion) -> None:
+def check_right(caller: TokenHolder, question: BrainQuestion) -> None:
     """Raises Rejected."""
-    allowed: tuple[Role, ...]
+    allowed: tuple[TokenRole, ...]
     match question:
         case ClusterSeen():
-            allowed = (Role.MONITOR, Role.ADMIN)
+            allowed = (TokenRole.MONITOR, TokenRole.ADMIN)
         case JobsAsked() | JobAsked() | PlansAsked():
-            allowed = (Role.JOB, Role.READER, Role.ADMIN)
-            if question.tenant not in ("", caller.tenant) and caller.role is not Role.ADMIN:
+            allowed = (TokenRole.JOB, TokenRole.READER, TokenRole.ADMIN)
+            if question.tenant not in ("", caller.tenant) and caller.role is not TokenRole.ADMIN:
                 raise Rejected("Only a token with the role `admin` reads the jobs of another tenant.")
         case _:
-            allowed = (Role.JOB, Role.ADMIN)
+            allowed = (TokenRole.JOB, TokenRole.ADMIN)
     if caller.role not in allowed:
         names = " or ".join(f"`{role}`" for role in allowed)
         raise Rejected(f"{type(question).__name__} needs a token with the role {names}; this one has `{caller.role}`.")
 
 
-def add_token(connection: Connection, tenant: str, role: Role, now: float, *, row_limit: int | None = None) -> str:
+def add_token(connection: Connection, tenant: str, role: TokenRole, now: float, *, row_limit: int | None = None) -> str:
     """Makes the tenant if there is none. Gives the new token, which is nowhere else."""
     if not _NAME.fullmatch(tenant) or len(tenant) > MAX_NAME:
         raise ConfigError(f"tenant {tenant!r}: give a name of letters, digits, `.`, `_` and `-`.")
@@ -123,7 +123,7 @@ def add_token(connection: Connection, tenant: str, role: Role, now: float, *, ro
     return token
 
 
-def remove_tokens(connection: Connection, tenant: str, role: Role | None) -> int:
+def remove_tokens(connection: Connection, tenant: str, role: TokenRole | None) -> int:
     """Of one role, or all of the tenant. Its jobs stay. Gives the number of tokens."""
     where = [TOKEN.c.tenant == tenant, *([TOKEN.c.role == role.value] if role is not None else [])]
     return connection.execute(delete(TOKEN).where(*where)).rowcount
@@ -148,6 +148,6 @@ def has_tokens(connection: Connection) -> bool:
     return connection.execute(select(TOKEN.c.hash).limit(1)).first() is not None
 
 
-def _callers_by_hash(connection: Connection) -> dict[str, Caller]:
+def _callers_by_hash(connection: Connection) -> dict[str, TokenHolder]:
     found = connection.execute(select(TOKEN.c.hash, TOKEN.c.tenant, TOKEN.c.role))
-    return {hash_: Caller(tenant=tenant, role=Role(role)) for hash_, tenant, role in found}
+    return {hash_: TokenHolder(tenant=tenant, role=TokenRole(role)) for hash_, tenant, role in found}

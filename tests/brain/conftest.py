@@ -61,7 +61,7 @@ def store(engine: Engine, clock: Clock) -> Iterator[BrainStore]:
 
 @pytest.fixture
 def desk(store: BrainStore) -> BrainDesk:
-    return BrainDesk(store, SendRates(BIG_RATE))
+    return BrainDesk(store, SendRates(BIG_RATE), start_patience=60.0)
 
 
 Serve = Callable[..., contextlib.AbstractAsyncContextManager[RunningBrain]]
@@ -76,7 +76,7 @@ def serve(tmp_path: Path) -> Serve:
     async def serving(port: int = 0, http_port: int | None = None, **more: object) -> AsyncIterator[RunningBrain]:
         engine = open_engine(url)
         migrate(engine)
-        values = {"rate": BIG_RATE, "gather": 0.002, **more}
+        values = {"rate": BIG_RATE, "gather": 0.002, "start_patience": 60.0, **more}
         async with RunningBrain(engine, ServiceTerms(port=port, http_port=http_port, **values)) as brain:  # type: ignore[arg-type]
             yield brain
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlrover.brain.config import RateTerms
 from dlrover.brain.desk import BrainDesk
-from dlrover.brain.tenants import Caller, Role
+from dlrover.brain.tenants import TokenHolder, TokenRole
 from dlrover.protocol.messages.brain import (
     BrainQuestion,
     BrainReply,
@@ -22,9 +22,9 @@ from dlrover.protocol.messages.job import ExitReason
 from dlrover.protocol.messages.scaling import Configuration, GroupSize, RunMeasured, TypeUse
 
 BIG_RATE = RateTerms(messages=1e6, size_bytes=1e12)
-TEAM = Caller(tenant="team", role=Role.JOB)
-OTHERS = Caller(tenant="others", role=Role.JOB)
-ADMIN = Caller(tenant="office", role=Role.ADMIN)
+TEAM = TokenHolder(tenant="team", role=TokenRole.JOB)
+OTHERS = TokenHolder(tenant="others", role=TokenRole.JOB)
+ADMIN = TokenHolder(tenant="office", role=TokenRole.ADMIN)
 RECIPE = JobRecipe(name="nightly", script_name="train.py", script_hash="ab")
 
 
@@ -68,7 +68,7 @@ def ended(uid: str = "job-1", reason: ExitReason = ExitReason.COMPLETED) -> JobE
     return JobEnded(job=ref(uid), reason=reason, totals=JobTotals(seconds=100, steps=1000, core_hours=2.0))
 
 
-async def ask(desk: BrainDesk, question: BrainQuestion, caller: Caller = TEAM) -> BrainReply:
+async def ask(desk: BrainDesk, question: BrainQuestion, caller: TokenHolder = TEAM) -> BrainReply:
     return await desk.answer(caller, question, 100)
 
 
@@ -76,7 +76,7 @@ async def whole_job(
     desk: BrainDesk,
     uid: str,
     *runs: RunMeasured,
-    caller: Caller = TEAM,
+    caller: TokenHolder = TEAM,
     reason: ExitReason = ExitReason.COMPLETED,
     **more: object,
 ) -> StartPlan:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-import time
+import socket
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,7 @@ from dlrover.brain.config import RateTerms, ServiceTerms
 from dlrover.brain.rates import SendRates
 from dlrover.brain.serving import RunningBrain
 from dlrover.brain.store.database import migrate, open_engine
-from dlrover.brain.tenants import Role, add_token
+from dlrover.brain.tenants import TokenRole, add_token
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.brain import BrainStored, JobList, JobsAsked, RunsTold, StartPlan
 from dlrover.protocol.rpc.brain import BRAIN_QUESTION, BRAIN_SERVICE, MAX_BRAIN_BYTES, BrainChannel
@@ -32,7 +33,7 @@ async def asked(brain: RunningBrain, question: object, token: str = "", timeout:
         await channel.close()
 
 
-async def with_token(brain: RunningBrain, tenant: str = "team", role: Role = Role.JOB) -> str:
+async def with_token(brain: RunningBrain, tenant: str = "team", role: TokenRole = TokenRole.JOB) -> str:
     token = await brain.store.write(lambda connection: add_token(connection, tenant, role, 1.0))
     brain.doorkeeper._read_at = None  # not in two seconds: now
     await brain.doorkeeper.refresh()
@@ -101,7 +102,7 @@ def mutated(chance: random.Random, data: bytes) -> bytes:
 
 
 async def test_fuzzed_messages_change_nothing_and_leave_it_serving(serve: Serve) -> None:
-    """Each is refused with a clear status, or answered as a message that makes sense. 100,000 are sent by `benchmarks/brain.py --fuzz`."""
+    """Each is refused with a clear status, or answered as a message that makes sense."""
     chance = random.Random(4)
     samples = [
         BRAIN_QUESTION.encode(each)
@@ -118,11 +119,10 @@ async def test_fuzzed_messages_change_nothing_and_leave_it_serving(serve: Serve)
             data = (
                 chance.randbytes(chance.randint(0, 200)) if number % 5 == 0 else mutated(chance, chance.choice(samples))
             )
-            try:
-                await method(data, metadata=call_metadata(""), timeout=30)
-            except grpc.aio.AioRpcError as error:
-                assert error.code() in allowed, error
-                refused += 1
+            call = method(data, metadata=call_metadata(""), timeout=30)
+            code = await call.code()
+            assert code in (grpc.StatusCode.OK, *allowed), data
+            refused += code is not grpc.StatusCode.OK
         await channel.close()
         assert refused > 500
         assert "failed" not in brain.metrics.text().decode()
@@ -154,9 +154,13 @@ async def test_nested_bytes_do_not_end_it(serve: Serve) -> None:
 async def test_a_job_that_sends_too_much_is_sent_away_and_others_are_not(serve: Serve) -> None:
     async with serve(rate=RateTerms(messages=5, size_bytes=1e6)) as brain:
         await asked(brain, began("other"))
-        with pytest.raises(Unavailable, match="more than 5 messages") as caught:
+
+        async def flood() -> None:
             for _ in range(40):
                 await asked(brain, began())
+
+        with pytest.raises(Unavailable, match="more than 5 messages") as caught:
+            await flood()
         assert caught.value.retry_after is not None
         assert 0 < caught.value.retry_after <= 1
         assert isinstance(await asked(brain, began("other")), StartPlan)
@@ -181,14 +185,12 @@ def test_a_rate_is_a_mean_over_two_seconds() -> None:
 
 
 async def test_a_frozen_disk_delays_a_start_only_for_a_while(serve: Serve) -> None:
-    async with serve() as brain:
+    async with serve(start_patience=0.2) as brain:
         await asked(brain, began())
         holder = open_engine(brain.store.engine.url)
         with holder.connect().execution_options(writes=True) as connection:
             with connection.begin():  # no other connection can write
-                began_at = time.monotonic()
-                assert isinstance(await asked(brain, began("second"), timeout=2.0), StartPlan)
-                assert time.monotonic() - began_at < 2.0
+                assert isinstance(await asked(brain, began("second")), StartPlan)
                 assert isinstance(await asked(brain, JobsAsked()), JobList), "and what is read waits for nothing"
         assert await asked(brain, RunsTold(job=ref("second"), runs=(run(1),))) == BrainStored(newest_run=1)
         holder.dispose()
@@ -202,3 +204,17 @@ async def test_ages_count_and_no_clock_of_a_job(serve: Serve) -> None:
         found = await asked(brain, JobsAsked())
         assert isinstance(found, JobList)
         assert found.jobs[0].began_at == clock.now - 100.0
+
+
+async def test_a_question_that_fails_ends_no_task_that_asks_another() -> None:
+    """A frozen Brain takes connections and says nothing: the start gives up after two seconds, the task beside it goes on asking."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        channel = BrainChannel(f"127.0.0.1:{silent.getsockname()[1]}", token="")
+        long = asyncio.ensure_future(channel.ask(JobsAsked(), timeout=60))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            await channel.ask(JobsAsked(), timeout=0.2)
+        async with asyncio.timeout(30):
+            with pytest.raises(Unavailable):
+                await long
+        await channel.close()

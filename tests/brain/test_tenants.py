@@ -11,7 +11,7 @@ from dlrover.brain.room import ROOM_KEY
 from dlrover.brain.settings import change_setting
 from dlrover.brain.store.schema import METADATA
 from dlrover.brain.store.store import BrainStore
-from dlrover.brain.tenants import Caller, Doorkeeper, Role, add_token, list_tenants, remove_tokens
+from dlrover.brain.tenants import Doorkeeper, TokenHolder, TokenRole, add_token, list_tenants, remove_tokens
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
 from dlrover.protocol.messages.brain import (
     Allowance,
@@ -42,7 +42,7 @@ from dlrover.protocol.messages.job import ExitReason
 from dlrover.protocol.messages.scaling import JobFacts, ScaleDecision, ScaleOutcome, SpeedPoint
 from tests.brain.jobs import ADMIN, OTHERS, TEAM, Clock, ask, began, ref, run, whole_job
 
-MONITOR_OF_OTHERS = Caller(tenant="others", role=Role.MONITOR)
+MONITOR_OF_OTHERS = TokenHolder(tenant="others", role=TokenRole.MONITOR)
 DECISION = ScaleDecision(number=9, at=Micros(1), outcome=ScaleOutcome.KEPT, sentence="of others")
 
 
@@ -119,9 +119,9 @@ def rows_of_team(connection: Connection) -> list[tuple[object, ...]]:
 )
 async def test_only_an_admin_reads_the_jobs_of_others(desk: BrainDesk, question: BrainQuestion) -> None:
     await whole_job(desk, "job-1", run(1))
-    for role in (Role.JOB, Role.READER, Role.MONITOR):
+    for role in (TokenRole.JOB, TokenRole.READER, TokenRole.MONITOR):
         with pytest.raises(Rejected, match="admin"):
-            await ask(desk, question, Caller(tenant="others", role=role))
+            await ask(desk, question, TokenHolder(tenant="others", role=role))
     assert await ask(desk, question, ADMIN) is not None
 
 
@@ -131,10 +131,10 @@ async def test_a_reader_writes_nothing_and_a_monitor_reads_nothing(desk: BrainDe
         is_read, is_cluster = isinstance(question, reads), isinstance(question, ClusterSeen)
         if not is_read:
             with pytest.raises(Rejected, match="role"):
-                await ask(desk, question, Caller(tenant="team", role=Role.READER))
+                await ask(desk, question, TokenHolder(tenant="team", role=TokenRole.READER))
         if not is_cluster:
             with pytest.raises(Rejected, match="role"):
-                await ask(desk, question, Caller(tenant="team", role=Role.MONITOR))
+                await ask(desk, question, TokenHolder(tenant="team", role=TokenRole.MONITOR))
 
 
 async def test_rooms_of_tenants_are_apart(desk: BrainDesk, store: BrainStore) -> None:
@@ -167,12 +167,12 @@ async def test_settings_fit_by_their_scopes_and_the_first_that_fits_counts(desk:
 
 
 async def test_a_token_opens_what_its_role_says_and_stands_nowhere(store: BrainStore) -> None:
-    token = await store.write(lambda connection: add_token(connection, "team", Role.READER, 1.0))
-    second = await store.write(lambda connection: add_token(connection, "team", Role.JOB, 1.0))
+    token = await store.write(lambda connection: add_token(connection, "team", TokenRole.READER, 1.0))
+    second = await store.write(lambda connection: add_token(connection, "team", TokenRole.JOB, 1.0))
     keeper = Doorkeeper(store)
     await keeper.refresh()
-    assert keeper.caller_of(token) == Caller(tenant="team", role=Role.READER)
-    assert keeper.caller_of(second) == Caller(tenant="team", role=Role.JOB)
+    assert keeper.caller_of(token) == TokenHolder(tenant="team", role=TokenRole.READER)
+    assert keeper.caller_of(second) == TokenHolder(tenant="team", role=TokenRole.JOB)
     for wrong in ("", token[:-1], token + "a", token.swapcase(), "x" * 100_000):
         assert keeper.caller_of(wrong) is None
     text = await store.read(
@@ -188,11 +188,11 @@ async def test_without_any_token_the_machine_itself_is_trusted_until_there_is_on
     now = [0.0]
     keeper = Doorkeeper(store, clock=lambda: now[0])
     await keeper.refresh()
-    assert keeper.caller_of("") == Caller(tenant="default", role=Role.ADMIN)
+    assert keeper.caller_of("") == TokenHolder(tenant="default", role=TokenRole.ADMIN)
     strict = Doorkeeper(store, may_open=False)
     await strict.refresh()
     assert strict.caller_of("") is None
-    token = await store.write(lambda connection: add_token(connection, "team", Role.JOB, 1.0))
+    token = await store.write(lambda connection: add_token(connection, "team", TokenRole.JOB, 1.0))
     now[0] += 10
     await keeper.refresh()
     assert keeper.caller_of("") is None
@@ -201,9 +201,9 @@ async def test_without_any_token_the_machine_itself_is_trusted_until_there_is_on
 
 async def test_tokens_are_removed_by_role_and_jobs_stay(desk: BrainDesk, store: BrainStore) -> None:
     await whole_job(desk, "job-1", run(1))
-    for role in (Role.JOB, Role.JOB, Role.READER):
+    for role in (TokenRole.JOB, TokenRole.JOB, TokenRole.READER):
         await store.write(lambda connection, role=role: add_token(connection, "team", role, 1.0, row_limit=7))  # type: ignore[misc]
-    assert await store.write(lambda connection: remove_tokens(connection, "team", Role.JOB)) == 2
+    assert await store.write(lambda connection: remove_tokens(connection, "team", TokenRole.JOB)) == 2
     (row,) = await store.read(list_tenants)
     assert (row.name, row.roles, row.row_limit, row.num_jobs) == ("team", {"reader": 1}, 7, 1)
 
@@ -212,4 +212,4 @@ async def test_tokens_are_removed_by_role_and_jobs_stay(desk: BrainDesk, store: 
 async def test_names_of_tenants_are_plain(store: BrainStore, name: str) -> None:
     with pytest.raises(ConfigError, match="name of letters"):
         with store.engine.connect() as connection:
-            add_token(connection, name, Role.JOB, 1.0)
+            add_token(connection, name, TokenRole.JOB, 1.0)

@@ -44,4 +44,9 @@ def test_every_installed_package_has_a_known_licence() -> None:
     assert sorted((pins().keys() & installed) - set(rows)) == [], "run `make licences`"
     named = [normal(name) for name in re.findall(r"^\* (\S+):", text, re.M)]
     assert named == [name for name, (_, licence) in rows.items() if re.search(r"GPL|MPL|EPL|Mozilla", licence)]
-    assert not [name for name, (_, licence) in rows.items() if "GPL" in licence], "not one that we ask for"
+    drivers = {
+        "psycopg",
+        "psycopg-binary",
+    }  # of PostgreSQL, in an extra of its own, used as they are: that is what the LGPL asks for
+    copyleft = {name for name, (_, licence) in rows.items() if "GPL" in licence}
+    assert copyleft <= drivers, "not one that we ask for"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, Table, delete, func, select, tuple_
 
-from dlrover.brain.config import DAY, Retention
+from dlrover.brain.config import DAY, RetentionTerms
 from dlrover.brain.store.schema import CLUSTER, JOB, NODE_EVENT, PLAN, RUN, TENANT
 from dlrover.brain.store.store import BrainStore
 
@@ -16,7 +16,7 @@ AT_ONCE = 1000
 _KEYS = {RUN: ("job_id", "number"), NODE_EVENT: ("job_id", "node", "kind"), PLAN: ("id",)}
 
 
-async def prune(store: BrainStore, retention: Retention) -> dict[str, int]:
+async def prune(store: BrainStore, retention: RetentionTerms) -> dict[str, int]:
     """One pass. Gives the number of deleted rows by table. Raises Unavailable."""
     now = store.clock()
     limits = [

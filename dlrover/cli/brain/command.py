@@ -24,7 +24,7 @@ from dlrover.protocol.errors import ConfigError
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-    from dlrover.brain.config import Retention, ServiceTerms
+    from dlrover.brain.config import RetentionTerms, ServiceTerms
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. A new SQLite file gets its tables; any other database needs `dlrover brain migrate` first."""
     _need_extra()
-    from dlrover.brain.config import Retention, ServiceTerms
+    from dlrover.brain.config import RetentionTerms, ServiceTerms
 
     if bool(cert) != bool(key):
         raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither.")
@@ -82,7 +82,7 @@ def serve(
         port=port,
         http_port=None if http_port == "none" else int(http_port),
         tls=TlsConfig(cert=cert, key=key) if cert else None,
-        retention=Retention(run_days=run_days, job_days=job_days, plan_days=plan_days),
+        retention=RetentionTerms(run_days=run_days, job_days=job_days, plan_days=plan_days),
     )
     engine = _open(database_url_file, sqlite)
     asyncio.run(_serve(engine, terms))
@@ -254,10 +254,10 @@ def tenants(
 ) -> None:
     """List tenants, give one a token, or remove its tokens. The database keeps the hash of a token alone."""
     _need_extra()
-    from dlrover.brain.tenants import Role, add_token, list_tenants, remove_tokens
+    from dlrover.brain.tenants import TokenRole, add_token, list_tenants, remove_tokens
     from dlrover.cli.brain.token_files import write_token
 
-    known = [each.value for each in Role]
+    known = [each.value for each in TokenRole]
     if action not in ("list", "add", "remove") or bool(name) == (action == "list"):
         raise ConfigError("Give `list`, `add NAME` or `remove NAME`.")
     if role and role not in known:
@@ -266,7 +266,7 @@ def tenants(
     if action == "add":
         import time
 
-        chosen = Role(role or Role.JOB)
+        chosen = TokenRole(role or TokenRole.JOB)
         with write_token(token_file) as keep:
             token = _change(
                 engine, lambda connection: add_token(connection, name, chosen, time.time(), row_limit=row_limit)
@@ -275,7 +275,7 @@ def tenants(
         where = f"Its token is in {token_file}." if token_file else f"Its token, which is shown this once: {token}"
         echo(f"Tenant {name} has a token with the role {chosen}. {where}")
     elif action == "remove":
-        count = _change(engine, lambda connection: remove_tokens(connection, name, Role(role) if role else None))
+        count = _change(engine, lambda connection: remove_tokens(connection, name, TokenRole(role) if role else None))
         if not count:
             raise ConfigError(f"Tenant {name} has no such token. `dlrover brain tenants` lists them.")
         echo(f"{count} token{'' if count == 1 else 's'} of {name} removed; its jobs stay.")
@@ -304,15 +304,15 @@ def prune(
 ) -> None:
     """Delete what is older than is kept. A running Brain does that each hour."""
     _need_extra()
-    from dlrover.brain.config import Retention
+    from dlrover.brain.config import RetentionTerms
 
     engine = _checked(database_url_file, sqlite)
-    retention = Retention(run_days=run_days, job_days=job_days, plan_days=plan_days)
+    retention = RetentionTerms(run_days=run_days, job_days=job_days, plan_days=plan_days)
     deleted = asyncio.run(_prune(engine, retention))
     echo(", ".join(f"{table}: {count} rows deleted" for table, count in deleted.items()))
 
 
-async def _prune(engine: Engine, retention: Retention) -> dict[str, int]:
+async def _prune(engine: Engine, retention: RetentionTerms) -> dict[str, int]:
     from dlrover.brain.store.pruning import prune as prune_store
     from dlrover.brain.store.store import BrainStore
 

@@ -53,6 +53,13 @@ class BrainChannel:
         except TimeoutError:
             self._drop(channel)
             raise Unavailable(f"Brain at {self.address} did not answer within {timeout:g} s") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Another question failed, and took the channel with it. Nothing has cancelled this task: it would end as if something had.
+            self._drop(channel)
+            raise Unavailable(f"The connection to Brain at {self.address} was closed") from None
         except grpc.aio.AioRpcError as error:
             self._drop(channel)
             raise error_of(error.code(), error.details(), self.address, who="Brain") from error

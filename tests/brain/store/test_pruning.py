@@ -8,19 +8,19 @@ import time
 import pytest
 from sqlalchemy import Connection, Engine, func, insert, select
 
-from dlrover.brain.config import DAY, Retention
+from dlrover.brain.config import DAY, RetentionTerms
 from dlrover.brain.desk import BrainDesk
 from dlrover.brain.store import writing
 from dlrover.brain.store.pruning import prune
 from dlrover.brain.store.schema import JOB, NODE_EVENT, PLAN, RUN
 from dlrover.brain.store.store import BrainStore
-from dlrover.brain.tenants import Role, add_token
+from dlrover.brain.tenants import TokenRole, add_token
 from dlrover.protocol.messages.brain import JobsAsked, NodeEnded, NodeEndKind, RunsTold
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.identity import PlatformId
 from tests.brain.jobs import TEAM, Clock, ask, began, ended, ref, run
 
-SHORT = Retention(run_days=2, job_days=8, plan_days=4)
+SHORT = RetentionTerms(run_days=2, job_days=8, plan_days=4)
 
 
 def counts(connection: Connection) -> dict[str, int]:
@@ -52,12 +52,12 @@ async def test_the_store_keeps_a_steady_size_over_many_days(desk: BrainDesk, sto
 async def test_a_tenant_above_its_limit_of_rows_loses_its_oldest_runs(
     desk: BrainDesk, store: BrainStore, clock: Clock
 ) -> None:
-    await store.write(lambda connection: add_token(connection, "team", Role.JOB, 0.0, row_limit=5))
+    await store.write(lambda connection: add_token(connection, "team", TokenRole.JOB, 0.0, row_limit=5))
     await ask(desk, began())
     for number in range(1, 9):
         clock.now += 60
         await ask(desk, RunsTold(job=ref(), runs=(run(number),)))
-    assert (await prune(store, Retention()))["run"] == 3
+    assert (await prune(store, RetentionTerms()))["run"] == 3
     left = await store.read(
         lambda connection: connection.execute(select(RUN.c.number).order_by(RUN.c.number)).scalars().all()
     )
