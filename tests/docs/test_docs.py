@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -37,14 +36,6 @@ def test_make_targets_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE))
     assert named <= targets
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_in_the_docs_compiles_and_its_imports_work(page):
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        tree = ast.parse(block)
-        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        exec(compile(ast.Module(imports, []), str(page), "exec"), {})
 
 
 def test_every_option_of_dlrover_run_is_described():

@@ -15,17 +15,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/tutorials/first-elastic-job.md"
+TUTORIALS = ROOT / "docs/tutorials"
+FIRST_JOB = "first-elastic-job.md"
 DEADLINE = 120.0
 NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def blocks(kind: str, page: str = FIRST_JOB) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (TUTORIALS / page).read_text(), re.DOTALL)
 
 
-def commands() -> list[str]:
-    return [line for block in blocks("bash") for line in block.splitlines()]
+def commands(page: str = FIRST_JOB) -> list[str]:
+    return [line for block in blocks("bash", page) for line in block.splitlines()]
 
 
 class Terminal:
@@ -122,3 +123,29 @@ def test_the_tutorial_has_a_command_for_each_of_its_steps() -> None:
     programs = [re.split(r"[ (]", command)[0] for command in commands()]
     assert programs[:2] == ["dlrover-run", "kill"]
     assert set(programs) == {"dlrover-run", "kill", "dlrover"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("page", "lives", "verdict"),
+    [("first-checkpoint.md", 3, "good "), ("first-data.md", 2, "clean")],
+)
+def test_a_short_tutorial_works_as_written(page: str, lives: int, verdict: str, tmp_path: Path) -> None:
+    """Their scripts kill a worker by themselves, once."""
+    pytest.importorskip("torch")
+    directory = tmp_path / "tutorial"
+    directory.mkdir()
+    (script,) = blocks("python", page)
+    (directory / "train.py").write_text(script)
+    terminal = Terminal(directory)
+    for command in commands(page):
+        terminal.run(command)
+    said = [line for block in blocks("text", page) for line in block.splitlines()]
+    assert [line for line in said if not is_shown(line, terminal.shown)] == [], terminal.shown
+    started = [line for line in terminal.shown.splitlines() if line.startswith(("starts at", "goes on after"))]
+    assert len(started) == lives, terminal.shown
+    exact = "starts at step 41," if page == "first-checkpoint.md" else "sum 500500 after step 100"
+    assert exact in terminal.shown
+    assert verdict in terminal.shown
+    assert (directory / "crashed").exists()

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +40,9 @@ feeds: weakref.WeakSet[ShardFeed] = weakref.WeakSet()
 """Of this process."""
 model_loaded = threading.Event()
 """This process has a model of which one rank tells the master: no shards are wanted before that word is there."""
+
+_postponed: list[Callable[[], None]] = []
+"""At most one: what is said of the newest restored model."""
 
 
 @atexit.register
@@ -121,6 +125,20 @@ def is_given_up(step: int, round_: int) -> bool:
     """
     where = environment.current()
     return where is not None and last_shared(step, round_, where.turns) < step
+
+
+def postpone(tell: Callable[[], None]) -> None:
+    """
+    For a model that is restored before the script has imported anything that reads shards, as `import dlrover` makes it usual: said when the first
+    feed begins. Never said, the readers of the next round would wait for it.
+    """
+    _postponed[:] = [tell]
+
+
+def tell_postponed() -> None:
+    """Before a feed asks for anything."""
+    while _postponed:
+        _postponed.pop()()
 
 
 def loaded() -> None:

@@ -76,6 +76,7 @@ class ShardFeed:
         self._patience = patience
         self._fixed_ahead = ahead
         self.spec = spec
+        data_steps.tell_postponed()
         reply = self._ask(RegisterDataset(dataset=spec.name, spec=spec, round=self._who[0], local_rank=self._who[1]))
         assert isinstance(reply, DatasetState), reply
         self._begin()

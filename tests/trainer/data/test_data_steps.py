@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -195,3 +197,26 @@ def test_a_master_that_answers_is_not_late_any_more_although_nobody_waited_for_i
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert not feed.is_late
+
+
+def test_a_model_that_was_restored_before_any_feed_existed_is_told_when_the_first_one_begins(tmp_path: Path) -> None:
+    """A fresh process: `import dlrover` brings what reads shards only when it is used, after the restore."""
+    code = """
+import sys
+import types
+from dlrover.trainer.data import data_steps
+from dlrover.trainer.torch.flash_checkpoint.restoring import data_return
+rank_1 = types.SimpleNamespace(ranks=types.SimpleNamespace(global_rank=1))
+assert "dlrover.trainer.data.shard_feed" not in sys.modules
+data_return.tell_restored(rank_1, None, "unused", None)
+assert not data_steps.model_loaded.is_set(), "not before there are shards: asking costs a restart some milliseconds"
+from dlrover.trainer.sharding_client import ShardingClient
+client = ShardingClient("d", 4, 1, 40)
+assert data_steps.model_loaded.is_set()
+data_steps.model_loaded.clear()
+data_return.tell_restored(rank_1, None, "unused", None)
+assert data_steps.model_loaded.is_set(), "at once from now on"
+client.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -75,6 +75,9 @@ def tell_restored(
     agreement: Agreement, restored: Restored | None, directory: str, user_storage: ClassMeta | None
 ) -> None:
     if not uses_shards():
+        if restored is not None:
+            restored = msgspec.structs.replace(restored, parts={})  # the state itself must not live on for this
+        data_steps.postpone(lambda: tell_restored(agreement, restored, directory, user_storage))
         return
     if agreement.ranks.global_rank != 0:
         data_steps.loaded()
@@ -95,6 +98,7 @@ def tell_restored(
 def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None) -> None:
     """Of a file or a directory that somebody named. Files of others say nothing of data."""
     if not uses_shards():
+        data_steps.postpone(lambda: tell_resumed(agreement, path, user_storage))
         return
     storage = storage_of(path, user_storage)
     full = full_path(path)
