@@ -268,7 +268,8 @@ def _saved(command: ModelSaved, decision: Decision) -> Reply:
 
     if command.cut != NO_CUT:
         decision.announce(decision.on.cut_counts, command.cut)
-    cluster.progress += 1
+    if command.step > 0:
+        cluster.progress += 1  # the save of a fresh model shows nothing of its program
     _carry(decision, cluster, lambda: cluster.saved(process, command.step, decision.now))
     _tell(decision)
     decision.is_unsettled = True

@@ -308,6 +308,18 @@ def test_a_process_that_fails_again_and_again_ends_the_job() -> None:
     assert end_of(scene).first_failure is not None
 
 
+@pytest.mark.parametrize(("step", "reason"), [(0, ExitReason.CODE_ERROR), (20, ExitReason.WORKER_ERROR)])
+def test_the_save_of_a_fresh_model_does_not_show_that_its_program_runs(step: int, reason: ExitReason) -> None:
+    """A coordinator saves before its first batch. A program that fails in that batch is wrong all the same."""
+    scene = begin()
+    train(scene)
+    assert tell(scene, CHIEF, TakeCut()) == CutTaken(cut=0)
+    tell(scene, CHIEF, ModelSaved(step=step, cut=0))
+    while scene.job.end is None:
+        fail(scene, CHIEF)
+    assert end_of(scene).reason is reason
+
+
 def test_a_script_that_cannot_run_is_not_tried_again() -> None:
     scene = begin()
     fail(scene, CHIEF, FailureKind.BAD_SCRIPT)
