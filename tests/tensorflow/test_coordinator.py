@@ -214,7 +214,7 @@ def test_a_program_that_cannot_be_built_ends_the_job_with_its_traceback(start: S
     assert "this model cannot be built" in job.output
     assert "in train_step" in job.output
     assert job.matching("The job ends \\(CodeError\\)")
-    assert len(job.matching("starts again")) <= 8
+    assert len(job.matching("starts again")) <= 4
 
 
 def test_the_last_step_ends_the_training_before_the_data(start: StartJob) -> None:

@@ -198,7 +198,10 @@ def _bound(command: ServerBound, decision: Decision) -> Reply:
     if len(command.address) > MAX_ADDRESS or (process.seat.node_type is NodeType.PS and not command.address):
         raise Rejected(f"{process.seat.label} told no address that others could use.", code=ErrorCode.MALFORMED)
 
+    number = cluster.number
     cluster.bound(process, command.address)
+    if cluster.number != number:
+        _tell(decision)  # a coordinator waits for its workers
     decision.is_unsettled = True
     return Done()
 
