@@ -5,7 +5,7 @@ A parameter server is killed: how long until the chief, and then the last worker
 
 Two jobs of the same model train side by side at a slow pace: ours under `dlrover local` (2 parameter servers, chief, 2 workers), and the floor, a script
 that forks the same processes and decides nothing (`tensorflow_floor.py`). Kills alternate, so both meet the same machine in the same minute. Exit code 1
-if the median is over 1.3 times the floor's, the last worker comes more than a second after the chief, or anybody waits 10 s.
+if the median is over 1.3 times the floor's, any last worker comes more than a second after its chief, or anybody waits 10 s.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["COUNTING_PACE"] = "0.05"
 
 PATIENCE = 300.0
+RATIO = 1.3
+LAST_WORKER = 1.0
+LONGEST_WAIT = 10.0
 TRAINED = ("chief-0", "worker-0", "worker-1")
 
 
@@ -87,19 +90,26 @@ def steps(directory: Path, task: str, version: int) -> list[float]:
 
 def report(figures: dict[str, list[tuple[float, float]]], path: str) -> int:
     chief = {who: statistics.median(first for first, _ in found) for who, found in figures.items()}
-    last = {who: statistics.median(late - first for first, late in found) for who, found in figures.items()}
+    last = {who: max(late - first for first, late in found) for who, found in figures.items()}
     ratio = chief["ours"] / chief["floor"]
     print(
         f"\nkill -> first step of the chief, median: ours {chief['ours']:.2f} s, floor {chief['floor']:.2f} s, ratio {ratio:.2f}"
     )
-    print(f"last worker after the chief, median:      ours {last['ours']:.2f} s, floor {last['floor']:.2f} s")
+    print(f"last worker after the chief, longest:     ours {last['ours']:.2f} s, floor {last['floor']:.2f} s")
     pairs = [ours / floor for (ours, _), (floor, _) in zip(figures["ours"], figures["floor"], strict=True)]
     print(f"kill by kill, ours / floor of the same minute: {', '.join(f'{pair:.2f}' for pair in pairs)}")
+    is_met = [
+        pair <= RATIO and late - first <= LAST_WORKER
+        for pair, (first, late) in zip(pairs, figures["ours"], strict=True)
+    ]
+    print(
+        f"{sum(is_met)} of {len(is_met)} kills meet the budget: {RATIO} x floor to the chief, {LAST_WORKER:g} s to the last worker"
+    )
     slowest = max(late for _, late in figures["ours"])
     print(f"longest wait of ours: {slowest:.2f} s; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     if path:
         Path(path).write_text(json.dumps({"figures": figures, "ratio": ratio, "load": os.getloadavg()}, indent=2))
-    return 0 if ratio <= 1.3 and last["ours"] <= 1.0 and slowest < 10 else 1
+    return 0 if ratio <= RATIO and last["ours"] <= LAST_WORKER and slowest < LONGEST_WAIT else 1
 
 
 if __name__ == "__main__":

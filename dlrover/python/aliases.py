@@ -412,6 +412,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "ReportModelInfoHook": "dlrover.trainer.tensorflow.hooks.model_info_hook:ReportModelInfoHook",
         "ReportModelMetricHook": "dlrover.trainer.tensorflow.hooks.model_info_hook:ReportModelInfoHook",
     },
+    "dlrover.python.elastic_agent.tensorflow.profile_extractor": _in(
+        "tensorflow.profile_extractor", "OperationStats ProfileExtracter TensorStats"
+    ),
     "dlrover.trainer.util.args_util": {
         name: f"dlrover.trainer.tensorflow.starter:{name}" for name in ("build_parser", "get_parsed_args")
     },
@@ -452,9 +455,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.elastic_agent.context": _all(_INSIDE, "AgentContext get_agent_context"),
     "dlrover.python.elastic_agent.diagnosis.diagnosis_agent": _all(_INSIDE, "DiagnosisAgent"),
     "dlrover.python.elastic_agent.master_client": _all(_INSIDE, "GrpcMasterClient HttpMasterClient RayMasterClient"),
-    "dlrover.python.elastic_agent.tensorflow.profile_extractor": _all(
-        _TENSORFLOW, "OperationStats ProfileExtracter TensorStats"
-    ),
     "dlrover.python.elastic_agent.torch.training": _all(
         _INSIDE,
         "ElasticTrainingAgent MasterRendezvousHandler NetworkCheckElasticAgent NodeCheckElasticAgent "

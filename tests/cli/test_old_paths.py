@@ -63,7 +63,7 @@ def test_a_name_whose_feature_is_not_there_says_what_is_missing(module: str, nam
 
 def test_a_missing_name_stops_a_script_with_a_sentence() -> None:
     with pytest.raises(ImportError, match="belongs to training with TensorFlow"):
-        from dlrover.python.elastic_agent.tensorflow.profile_extractor import ProfileExtracter  # noqa: F401
+        from dlrover.trainer.util.conf_util import ConfigurationManagerMeta  # noqa: F401
 
 
 def test_from_import_works_as_in_users_scripts() -> None:

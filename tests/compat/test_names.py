@@ -17,6 +17,7 @@ SPECIFIED = {
     # Spec 09, what needs no TensorFlow; the rest is in tests/tensorflow.
     PYTHON + "elastic_agent.monitor.training": "TFTrainingReporter TrainingProcessReporter is_tf_chief",
     PYTHON + "elastic_agent.tensorflow.elastic_ps": "ElasticPsClient",
+    PYTHON + "elastic_agent.tensorflow.profile_extractor": "OperationStats ProfileExtracter TensorStats",
     "dlrover.trainer.entry.local_entry": "main",
     "dlrover.trainer.tensorflow": "FileReader",
     "dlrover.trainer.tensorflow.reader": "FileReader",
@@ -139,8 +140,6 @@ TO_COME = {
     PYTHON + "elastic_agent.diagnosis.diagnosis_agent": "DiagnosisAgent",
     # Spec 08, 12.
     PYTHON + "util.state.store_mananger": "StoreManager",
-    # Spec 09.
-    PYTHON + "elastic_agent.tensorflow.profile_extractor": "ProfileExtracter",
 }
 REASONS = {
     value

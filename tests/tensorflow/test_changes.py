@@ -86,7 +86,8 @@ def test_a_hot_server_is_exchanged_by_the_job_itself_and_keeps_its_memory(
 
 
 def begin_change(start: StartJob, hold: str) -> ClusterJob:
-    job = start("--ps", "1", "--chief", "1", "--nodes", "1", records=3000, pace=0.05, save_steps=100_000, own_saver=1)
+    """Slow enough that the data lasts until the change has been asked for, however busy the machine is."""
+    job = start("--ps", "1", "--chief", "1", "--nodes", "1", records=6000, pace=0.5, save_steps=100_000, own_saver=1)
     job.wait_for_steps("chief-0", 3, version=1)
     job.wait_for_steps("worker-0", 1, version=1)
     job.hold(hold)
@@ -110,16 +111,17 @@ def test_a_killed_master_takes_up_the_change_where_it_was(start: StartJob, phase
     assert len(job.matching(TRAINS)) == 2
     assert json.loads((job.model_dir / "data_shard_checkpoint.json").read_text())["step"] > 0
     records = checkpoint_values(newest_checkpoint(job.model_dir))["counting/seen"].ravel()
-    assert records.tolist() == [1.0] * 3000
+    assert records.tolist() == [1.0] * 6000
 
 
 def test_a_second_change_waits_for_the_first(start: StartJob) -> None:
-    """Design 15.9: two versions, no deadlock."""
+    """Design 15.9: two versions, no deadlock. What is wanted when the save is done is what the next version gathers."""
     job = begin_change(start, "saving")
     job.wait_for_held("saving")
     job.command("scale", "--replicas", "ps=3")
     job.let_go("saving")
-    job.wait_for_verdict("on 3 parameter servers")
+    assert "on 3 parameter servers" in job.wait_for_verdict(TRAINS, 2)
     assert job.finish() == 0, job.output[-4000:]
+    assert len(job.matching(TRAINS)) == 2, "none with 2 servers in between"
     records = checkpoint_values(newest_checkpoint(job.model_dir))["counting/seen"].ravel()
-    assert records.tolist() == [1.0] * 3000
+    assert records.tolist() == [1.0] * 6000

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dlrover.trainer.tensorflow.estimator.layer.api import api
 from tests.tensorflow.conftest import HAS_OWN_ESTIMATOR
-from tests.tensorflow.record import MIDDLE, RECORDED
+from tests.tensorflow.record import MIDDLE, NEWEST, RECORDED
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -92,6 +92,25 @@ def test_either_goes_on_with_a_checkpoint_of_the_other(model: Any, tmp_path: Pat
     model.train(first, tmp_path / "mixed", max_steps=MIDDLE)
     losses, _, _ = model.train(second, tmp_path / "mixed")
     assert_same(losses, MIDDLE)
+
+
+@needs_both
+@pytest.mark.parametrize("whose", ["TensorFlow's", "ours"])
+def test_2_15_goes_on_with_a_checkpoint_of_the_newest_tensorflow(model: Any, tmp_path: Path, whose: str) -> None:
+    begin_with(tmp_path, NEWEST, MIDDLE)
+    losses, _, _ = model.train(OURS if whose == "ours" else tf.estimator, tmp_path)
+    assert_same(losses, MIDDLE)
+
+
+@pytest.mark.skipif(HAS_OWN_ESTIMATOR, reason="recorded with the newest TensorFlow")
+def test_what_is_recorded_for_2_15_is_what_the_newest_tensorflow_writes(model: Any, tmp_path: Path) -> None:
+    model.train(OURS, tmp_path / "now", max_steps=MIDDLE)
+    (tmp_path / "recorded").mkdir()
+    begin_with(tmp_path / "recorded", NEWEST, MIDDLE)
+    now, then = (tf.train.load_checkpoint(str(tmp_path / name)) for name in ("now", "recorded"))
+    assert now.get_variable_to_shape_map() == then.get_variable_to_shape_map()
+    for name in now.get_variable_to_shape_map():
+        assert now.get_tensor(name) == pytest.approx(then.get_tensor(name), rel=1e-5)
 
 
 @needs_both

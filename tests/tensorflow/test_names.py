@@ -99,3 +99,22 @@ def test_the_size_of_a_model_is_read_from_its_graph() -> None:
     assert facts.op_count == len(graph.get_operations())
     assert facts.update_op_count > 0
     assert facts.read_op_count > 0
+
+
+def test_the_trace_of_a_step_tells_of_tensors_and_of_the_wait_for_data() -> None:
+    from dlrover.python.elastic_agent.tensorflow.profile_extractor import ProfileExtracter  # type: ignore[import-not-found]
+    from tensorflow.python.client import timeline  # the place that scripts of the original take it from
+
+    v1 = tf.compat.v1
+    server = tf.distribute.Server({"chief": ["127.0.0.1:0"]}, job_name="chief", task_index=0)
+    with tf.Graph().as_default():
+        batch = v1.data.make_one_shot_iterator(tf.data.Dataset.range(100).batch(10)).get_next()
+        total = tf.reduce_sum(tf.cast(batch, tf.float32))
+        told = v1.RunMetadata()
+        with v1.Session(server.target) as session:
+            session.run(total, options=v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE), run_metadata=told)
+    found = ProfileExtracter(timeline.Timeline(told.step_stats))
+    sizes = {device: size for device, size in found.get_tensor_alloc_bytes().items() if "/job:chief" in device}
+    assert sum(sizes.values()) >= 10 * 8 + 10 * 4 + 4, "the batch, its cast, the sum"
+    assert found.get_input_fetch_dur() > 0
+    assert found.get_chief_recv_op_count() == 0, "nothing came from another device"

@@ -198,7 +198,10 @@ def _bound(command: ServerBound, decision: Decision) -> Reply:
     if len(command.address) > MAX_ADDRESS or (process.seat.node_type is NodeType.PS and not command.address):
         raise Rejected(f"{process.seat.label} told no address that others could use.", code=ErrorCode.MALFORMED)
 
+    number = cluster.number
     cluster.bound(process, command.address)
+    if cluster.number != number:
+        _tell(decision)  # a coordinator waits for its workers
     decision.is_unsettled = True
     return Done()
 
@@ -268,7 +271,8 @@ def _saved(command: ModelSaved, decision: Decision) -> Reply:
 
     if command.cut != NO_CUT:
         decision.announce(decision.on.cut_counts, command.cut)
-    cluster.progress += 1
+    if command.step > 0:
+        cluster.progress += 1  # the save of a fresh model shows nothing of its program
     _carry(decision, cluster, lambda: cluster.saved(process, command.step, decision.now))
     _tell(decision)
     decision.is_unsettled = True

@@ -35,6 +35,7 @@ from dlrover.protocol.messages.job import (
     Idle,
     JobEnd,
     JoinRendezvous,
+    LookAgain,
     ReportFailure,
     ReportFinished,
     Run,
@@ -306,6 +307,30 @@ def test_a_process_that_fails_again_and_again_ends_the_job() -> None:
     assert end_of(scene).reason is ExitReason.CODE_ERROR
     assert "worker-0 failed 4 times in a row" in end_of(scene).message
     assert end_of(scene).first_failure is not None
+
+
+def test_a_coordinator_that_waits_for_its_workers_hears_of_each_at_once() -> None:
+    """Without it the question would wait for a minute, and a chief that had waited so long counted as one that lived long."""
+    scene = begin()
+    train(scene)
+    fail(scene, WORKER)
+    agent, round_ = scene.agents[WORKER], scene.world(WORKER).round
+    bound = ServerBound(address="h3:9", node=agent.node, incarnation=agent.incarnation, round=round_)
+    outcome = scene.send(WORKER, bound)
+    assert view(scene).workers == {0: "h3:9"}
+    assert any(isinstance(effect, LookAgain) and "cluster" in effect.topics for effect in outcome.effects)
+
+
+@pytest.mark.parametrize(("step", "reason"), [(0, ExitReason.CODE_ERROR), (20, ExitReason.WORKER_ERROR)])
+def test_the_save_of_a_fresh_model_does_not_show_that_its_program_runs(step: int, reason: ExitReason) -> None:
+    """A coordinator saves before its first batch. A program that fails in that batch is wrong all the same."""
+    scene = begin()
+    train(scene)
+    assert tell(scene, CHIEF, TakeCut()) == CutTaken(cut=0)
+    tell(scene, CHIEF, ModelSaved(step=step, cut=0))
+    while scene.job.end is None:
+        fail(scene, CHIEF)
+    assert end_of(scene).reason is reason
 
 
 def test_a_script_that_cannot_run_is_not_tried_again() -> None:

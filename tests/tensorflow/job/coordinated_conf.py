@@ -5,38 +5,43 @@ Everything that a test wants to change comes from the environment.
 """
 
 import os
-import time
 
+import numpy as np
 import tensorflow as tf
+from paced_reader import DIRECTORY, NUM_RECORDS, PacedReader, hold
 
 from dlrover.trainer.tensorflow.coordinator import Program
-from dlrover.trainer.tensorflow.reader.base_reader import ElasticReader
 from dlrover.trainer.tensorflow.util.column_info import Column
 
-DIRECTORY = os.environ["COORDINATED_DIR"]
-NUM_RECORDS = int(os.environ.get("COORDINATED_RECORDS", "2000"))
-PACE = float(os.environ.get("COORDINATED_PACE", "0"))
 TABLE = int(os.environ.get("COORDINATED_TABLE", "100000"))
 FAULT = os.environ.get("COORDINATED_FAULT", "")
+BUILT = {}
 
 
-class Numbers(ElasticReader):
-    """Writes down when which records are read, at a pace that a test can follow."""
+class Held(tf.train.experimental.PythonState):
+    """A part of each checkpoint: the chief comes here when it saves and when it restores."""
 
-    def count_data(self):
-        self._data_nums = NUM_RECORDS
+    def serialize(self):
+        hold("saving")
+        return ""
 
-    def read_data_by_index_range(self, start_index, end_index):
-        with open(os.path.join(DIRECTORY, "steps-chief-0.txt"), "a") as file:
-            file.write(f"{time.time():.4f} {os.environ['DLROVER_CLUSTER_VERSION']} {start_index}\n")
-        if not os.path.exists(os.path.join(DIRECTORY, "hurry")):  # the test has seen what it came for
-            time.sleep(PACE)
-        return (f"{number},1" for number in range(start_index, end_index))
+    def deserialize(self, string_value):
+        hold("restoring")
+
+
+def keep_restored():
+    """The values that a version begins with, before the first batch of it is scheduled."""
+    path = os.path.join(DIRECTORY, f"restored-{os.environ['DLROVER_CLUSTER_VERSION']}.npz")
+    parts = getattr(BUILT["table"], "variables", [BUILT["table"]])
+    table = np.concatenate([part.numpy() for part in parts])
+    np.savez(path + ".part.npz", table=table, count=len(parts))
+    os.replace(path + ".part.npz", path)
 
 
 def build(conf):
     seen = tf.Variable(tf.zeros([NUM_RECORDS]), name="seen")
     table = tf.Variable(tf.random.normal([TABLE, 16]), name="table")
+    BUILT["table"] = table
 
     def train_step(features, label):
         if FAULT == "model":
@@ -44,9 +49,11 @@ def build(conf):
         ids = features["id"]
         seen.scatter_add(tf.IndexedSlices(tf.ones_like(ids, tf.float32), ids))
         rows = tf.nn.embedding_lookup(table, ids % TABLE)
+        # So values of a checkpoint differ from those before and after it.
+        table.scatter_add(tf.IndexedSlices(tf.ones_like(rows), ids % TABLE))
         return tf.reduce_sum(rows)
 
-    return Program(train_step, {"seen": seen, "table": table})
+    return Program(train_step, {"seen": seen, "table": table, "held": Held()})
 
 
 COLUMNS = [Column.create(name="id", dtype="int64"), Column.create(name="label", dtype="float32", is_label=True)]
@@ -61,4 +68,9 @@ class Conf:
         os.environ.get("COORDINATED_JOIN", "600")
     )  # however slow the machine, they begin together
     keep_checkpoint_max = 200
-    train_set = {"reader": Numbers("numbers"), "columns": COLUMNS, "epoch": 1, "batch_size": 10}
+    train_set = {
+        "reader": PacedReader("numbers", lambda number: f"{number},1", keep_restored),
+        "columns": COLUMNS,
+        "epoch": 1,
+        "batch_size": 10,
+    }

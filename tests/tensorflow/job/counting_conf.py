@@ -143,6 +143,7 @@ class Conf:
     max_steps = int(os.environ["COUNTING_MAX_STEPS"]) if "COUNTING_MAX_STEPS" in os.environ else None
     keep_checkpoint_max = int(os.environ.get("COUNTING_KEEP", "200"))
     exact_saves = os.environ.get("COUNTING_EXACT_SAVES", "") == "1"
+    data_on_restore = os.environ.get("COUNTING_ON_RESTORE", "resume")
     savesteps = 7  # a typing mistake, to be warned of
     training_hooks = [Steps(), StopAt()]
     training_chief_hooks = [Restored()] if os.environ.get("COUNTING_IS_WATCHED", "1") == "1" else []

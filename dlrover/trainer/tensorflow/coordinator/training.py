@@ -126,7 +126,7 @@ class Coordination:
             fitting.fit(self._program, self._allowed_batches(), self._train, self._settle_all, self._step)
         self._settle_all()
         if self._client is not None and not self._has_read_all:
-            self._client.stop_early("the last step ended the training")
+            self._client.stop_early("the last step or a hook of the user ended the training")
         self._save()
 
     def _restore(self) -> None:

@@ -5,30 +5,24 @@ import json
 import os
 
 import tensorflow as tf
+from paced_reader import DIRECTORY, PacedReader
 
 from dlrover.trainer.tensorflow.coordinator import Program
-from dlrover.trainer.tensorflow.reader.base_reader import ElasticReader
 from dlrover.trainer.tensorflow.util.column_info import Column
 
 PACKAGE = os.environ["COORDINATED_KERAS"]
-NUM_RECORDS = int(os.environ.get("COORDINATED_RECORDS", "600"))
 
 
-class Points(ElasticReader):
+def point(number):
     """Of y = 3x + 1."""
-
-    def count_data(self):
-        self._data_nums = NUM_RECORDS
-
-    def read_data_by_index_range(self, start_index, end_index):
-        return (f"{number % 10 / 10},{3 * (number % 10) / 10 + 1}" for number in range(start_index, end_index))
+    return f"{number % 10 / 10},{3 * (number % 10) / 10 + 1}"
 
 
 def epochs_into_file(keras):
     """A callback of a user: the numbers of each epoch that `fit` has ended."""
 
     def told(epoch, logs):
-        with open(os.path.join(os.environ["COORDINATED_DIR"], "epochs.jsonl"), "a") as file:
+        with open(os.path.join(DIRECTORY, "epochs.jsonl"), "a") as file:
             file.write(json.dumps({"epoch": epoch, **{name: float(value) for name, value in logs.items()}}) + "\n")
 
     return keras.callbacks.LambdaCallback(on_epoch_end=told)
@@ -61,10 +55,10 @@ def build(conf):
 
 class Conf:
     build = staticmethod(build)
-    model_dir = os.path.join(os.environ["COORDINATED_DIR"], "model")
+    model_dir = os.path.join(DIRECTORY, "model")
     save_steps = 20
     train_set = {
-        "reader": Points("points"),
+        "reader": PacedReader("points", point),
         "columns": [Column.create(name="x"), Column.create(name="y", is_label=True)],
         "epoch": 1,
         "batch_size": 10,
