@@ -40,11 +40,6 @@ log = logging.getLogger(__name__)
 FLUSH_TIMEOUT = 2.0
 READ_TIMEOUT = 10.0
 """Seconds within which the message of an admitted call must come."""
-IDLE_MS = 2000
-"""
-After once to twice as long without a call gRPC ends a connection in good order, and the next question opens another. The door would close it a little later as that of a stranger: it knows only
-whether a call is under way.
-"""
 OPTIONS = tuple(option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length")
 
 
@@ -79,7 +74,6 @@ class BrainServer:
             *OPTIONS,
             ("grpc.max_receive_message_length", MAX_BRAIN_BYTES),
             ("grpc.max_allowed_incoming_connections", most),
-            ("grpc.max_connection_idle_ms", IDLE_MS),
         )
         credentials = None if self._tls is None else server_credentials(self._tls)
         server = grpc.aio.server(options=options)

@@ -25,7 +25,7 @@ from dlrover.protocol.rpc.brain import BrainChannel
 from tests.brain.conftest import Serve
 from tests.master.brain.brains import FLEET, DrivenJob, run
 
-HASTE = BrainPatience(call=2.0, first_pause=0.01, longest_pause=0.05, gathering=0.005, farewell=5.0)
+HASTE = BrainPatience(call=10.0, first_pause=0.01, longest_pause=0.05, gathering=0.005, farewell=60.0)
 SEED = 23
 OUTAGES = 20
 
@@ -113,12 +113,13 @@ async def test_every_run_is_stored_once_through_outages_of_either_side(serve: Se
             brain = await brains.enter_async_context(serve(port))
         else:
             await masters.enter_async_context(job.master(port))
+    await until(brain, job.num)
     client = job.client
     assert client is not None
+    await masters.aclose()  # as a master does it: first the task, then the farewell
     await client.finish(JobEnd(reason=ExitReason.COMPLETED, exit_code=0, message="done"))
     written = past_runs(job.path)
     found = await stored(brain)
-    await masters.aclose()
     await brains.aclose()
     assert len(written) == job.num >= OUTAGES
     assert (len(found.runs), digest_of(found.runs)) == (len(written), digest_of(written.values()))
@@ -143,7 +144,7 @@ async def test_a_brain_that_lost_its_database_hears_everything_again(serve: Serv
 async def until(brain: RunningBrain, num_runs: int) -> JobRecord:
     from dlrover.protocol.errors import Rejected
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while True:
             with contextlib.suppress(Rejected):
                 if len((found := await stored(brain)).runs) == num_runs:

@@ -24,6 +24,12 @@ BRAIN_SERVICE = "dlrover.Brain"
 MAX_BRAIN_BYTES = 1024 * 1024
 """Of one message to Brain: what a job may send in a second."""
 
+IDLE = ("grpc.client_idle_timeout_ms", 2000)
+"""
+After once to twice as long without a question gRPC closes the connection, and the next question opens another. A job asks about once a minute, and Brain's door closes what is silent for five
+seconds: it takes that for a stranger.
+"""
+
 BRAIN_QUESTION: Codec[BrainQuestion] = Codec(BrainQuestion, name="question", max_bytes=MAX_BRAIN_BYTES)
 BRAIN_VERDICT: Codec[BrainVerdict] = Codec(BrainVerdict, name="answer")
 
@@ -42,7 +48,7 @@ class BrainChannel:
         Raises Unavailable if Brain cannot be reached, is busy (`retry_after` says when to come again) or does not answer in time, and
         Rejected if it refuses for good.
         """
-        channel = self._channel or open_channel(self.address, self._tls)
+        channel = self._channel or open_channel(self.address, self._tls, IDLE)
         self._channel = channel
         method = channel.unary_unary(f"/{BRAIN_SERVICE}/{ASK_METHOD}")
         try:

@@ -177,10 +177,12 @@ def call_metadata(token: str) -> tuple[tuple[str, str | bytes], ...]:
     )
 
 
-def open_channel(address: str, tls: TlsConfig | None) -> grpc.aio.Channel:
+def open_channel(address: str, tls: TlsConfig | None, *more: tuple[str, int]) -> grpc.aio.Channel:
+    """`more`: options of gRPC beside ours."""
+    options = (*CLIENT_OPTIONS, *more)
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    return grpc.aio.secure_channel(address, client_credentials(tls), options=CLIENT_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, client_credentials(tls), options=options)
 
 
 def client_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:

@@ -220,7 +220,7 @@ def test_prune_tells_what_it_deleted(tmp_path: Path) -> None:
         (["tenants", "add"], "add NAME"),
         (["tenants", "add", "a b"], "name of letters"),
         (["tenants", "add", "a", "--role=king"], "--role king"),
-        (["jobs", "--brain=x:y:z:0"], "--brain"),
+        (["jobs", "--brain=x:port"], "--brain"),
         (["jobs", "--brain-token-file=/nowhere/at/all"], "token file"),
         (["migrate", "--database-url-file=/nowhere/at/all"], "/nowhere/at/all"),
     ],
