@@ -28,7 +28,7 @@ RECOMMENDED = {
 """What our how-to recommends for the head."""
 MARK = "DLROVER_TEST_LAB"
 """A variable of all processes of a cluster, and of what they start."""
-RAYS_OWN = ("ray::IDLE", "ray::Dashboard", "ray::RuntimeEnv")
+RAYS_OWN = ("ray::IDLE", "ray::SPILL", "ray::RESTORE", "ray::Dashboard", "ray::RuntimeEnv", "ray-dashboard")
 """Titles of Ray's own processes that are no actor. The others name a file of the package."""
 
 
@@ -195,8 +195,13 @@ def living_processes() -> Iterator[tuple[int, str]]:
 
 def _is_left(pid: int, command: str, mark: bytes, directory: str) -> bool:
     """By its environment; or, as an actor writes its title over that, by where its output goes."""
-    if command.startswith(RAYS_OWN) or os.path.dirname(ray.__file__) in command:
+    if _is_rays_own(command):
         return False
+    if " from multiprocessing." in command:  # what Python itself starts beside the processes of the dashboard
+        with contextlib.suppress(psutil.Error):
+            parent = psutil.Process(pid).parent()
+            if parent is not None and _is_rays_own(" ".join(parent.cmdline())):
+                return False
     with contextlib.suppress(OSError):
         if mark in Path(f"/proc/{pid}/environ").read_bytes():
             return True
@@ -212,3 +217,7 @@ def until(condition: Callable[[], Any], explain: Callable[[], str] = lambda: "",
             raise AssertionError(f"not within {deadline:.0f} s: {explain()}")
         time.sleep(0.02)
     return found
+
+
+def _is_rays_own(command: str) -> bool:
+    return command.startswith(RAYS_OWN) or os.path.dirname(ray.__file__) in command
