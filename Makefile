@@ -147,8 +147,8 @@ $(NEWEST_TF_STAMP): pyproject.toml constraints.tensorflow-newest.txt
 	@touch $@
 
 test-tensorflow: $(TF_STAMP) $(NEWEST_TF_STAMP) ## parameter-server jobs with real TensorFlow, 2.15 and the newest, each in an environment of its own (needs Python 3.11)
-	$(TF_VENV)/bin/python -m pytest tests/tensorflow
-	$(NEWEST_TF_VENV)/bin/python -m pytest tests/tensorflow --ignore tests/tensorflow/test_coordinator.py
+	$(TF_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/tensorflow
+	$(NEWEST_TF_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/tensorflow
 
 # Jobs on Ray and Kubernetes need three environments at once; this one only lies over them, TensorFlow's packages first.
 TF_CLUSTERS_VENV ?= .venv-tf-clusters
@@ -164,7 +164,7 @@ $(TF_CLUSTERS_STAMP): $(NEWEST_TF_STAMP) $(RAY_STAMP)
 test-tensorflow-clusters: $(TF_CLUSTERS_STAMP) ## parameter-server jobs on a Ray of three machines and on Kubernetes with processes as pods (about 2 minutes; the pods need root)
 	$(TF_CLUSTERS_VENV)/bin/python -m pytest tests/ray/test_parameter_servers.py tests/kubernetes/jobs/test_parameter_servers.py
 
-test-coordinator: $(NEWEST_TF_STAMP) ## the coordinator runtime on the newest TensorFlow (about 3 minutes; not all of it passes yet)
+test-coordinator: $(NEWEST_TF_STAMP) ## the coordinator runtime alone, a part of make test-tensorflow (about 4 minutes)
 	$(NEWEST_TF_VENV)/bin/python -m pytest tests/tensorflow/test_coordinator.py
 
 demo-tensorflow: $(TF_STAMP) ## a click-rate model with 2 parameter servers; one is killed, a third joins, every record is counted
