@@ -222,8 +222,10 @@ class OrderBook:
             "apiVersion": ELASTIC_JOBS.api_version,
             "kind": ELASTIC_JOBS.kind,
             "metadata": {"name": self._job.name, "namespace": self._job.namespace, "uid": self._job.uid},
-            "status": {"scalePlan": name} if name else {},  # what an apply leaves out is removed
         }
+        if name:
+            body["status"] = {"scalePlan": name}
+        # What an apply leaves out is removed. An empty status instead is refused by a real server where nothing else is left in it.
         try:
             answer = await self._api.patch(
                 ELASTIC_JOBS,
