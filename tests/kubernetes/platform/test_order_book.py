@@ -109,6 +109,26 @@ async def test_zero_counts_and_a_plan_that_is_refused_says_why(lab: PodLab) -> N
     await asyncio.gather(orders, return_exceptions=True)
 
 
+async def test_a_plan_that_changes_while_it_is_claimed_is_carried_out_as_it_is_then(server: ApiServer) -> None:
+    """The operator gives each plan its owner at the same moment; the sight of that came before the claim was refused."""
+    async with PodLab(server.kubeconfig) as lab:
+        master = Master(lab)
+        claim = server.faults.inject(Fault(effect="hang", verb="patch", plural="scaleplans", times=1))
+        orders = asyncio.ensure_future(lab.platform().take_orders(master.ask, 1))
+        await write_plan(lab, "changing", 5)
+        async with asyncio.timeout(DEADLINE):
+            while claim.times:  # noqa: ASYNC110 (there is no event for it)
+                await asyncio.sleep(0.01)
+        changed = {"spec": {"replicaResourceSpecs": {"worker": {"replicas": 6}}}}
+        await lab.cluster.patch(f"{PLANS.format(lab.namespace)}/changing", changed)
+        await asyncio.sleep(0.3)  # the master's watch brings it meanwhile; if it comes later, this test shows less
+        server.faults.withdraw()
+        assert (await ended(lab, "changing"))["status"]["phase"] == "Succeeded"
+        assert master.sizes == [6]
+        orders.cancel()
+        await asyncio.gather(orders, return_exceptions=True)
+
+
 class DyingMaster(Master):
     """As soon as a plan is told to it, its server refuses what comes next to one kind of object; then the test ends it."""
 

@@ -67,6 +67,8 @@ class OrderBook:
         self._plans = Informer(api, SCALE_PLANS, PlanObject, labels=labels, **options)  # type: ignore[arg-type]
         self._open: dict[str, PlanObject] = {}
         """Plans for this job that have not ended, by uid; oldest first."""
+        self._done: set[str] = set()
+        """Plans that this life has ended, by uid, as long as they exist: older sights of them come late."""
 
     async def begin(self, ask: Ask) -> None:
         """Before anything is launched: a job that starts suspended launches nothing. Raises `Unavailable`."""
@@ -105,7 +107,9 @@ class OrderBook:
                 self._open.clear()
             for plan in sight.objects if isinstance(sight, ObjectsListed) else (sight.object,):
                 is_gone = isinstance(sight, ObjectDeleted) or plan.metadata.deletion_timestamp is not None
-                if is_gone or not orders.is_for(plan, self._job.name):
+                if is_gone:
+                    self._done.discard(plan.metadata.uid)
+                if is_gone or plan.metadata.uid in self._done or not orders.is_for(plan, self._job.name):
                     self._open.pop(plan.metadata.uid, None)
                 else:
                     self._open[plan.metadata.uid] = plan
@@ -125,7 +129,8 @@ class OrderBook:
         for plan in sorted(self._open.values(), key=_age):
             if await self._hear_plan(plan, job, ask):
                 return True
-            self._open.pop(plan.metadata.uid, None)
+            if self._open.get(plan.metadata.uid) is plan:  # a newer sight of a plan that is not done stays
+                del self._open[plan.metadata.uid]
         return is_open
 
     async def _hear_suspension(self, job: ElasticJob, ask: Ask) -> None:
@@ -213,6 +218,8 @@ class OrderBook:
     async def _finish(self, plan: PlanObject, phase: PlanPhase, message: str) -> None:
         status = {"phase": phase.value, "message": message, "finishTime": _now()}
         await self._patch(plan, {"status": status}, "status")
+        self._done.add(plan.metadata.uid)
+        self._open.pop(plan.metadata.uid, None)
         await self._show_plan("")
         log.info("plan ended plan=%s phase=%s message=%s", plan.metadata.name, phase.value, message)
 
