@@ -20,8 +20,9 @@ from tests.brain.jobs import BIG_RATE, Clock
 from tests.brain.postgres import PostgresServer, postgres, why_not
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[PostgresServer]:
+    """Of one file: tests of other packages kill what this process has started."""
     if reason := why_not():
         pytest.skip(reason)
     with postgres() as found:
