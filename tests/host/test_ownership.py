@@ -19,6 +19,8 @@ from dlrover.cli.launch.discovery import read_token_file
 from dlrover.cli.launch.runtime_dir import user_root
 from dlrover.cli.options.environment import Environment
 from dlrover.cli.options.settings import probe_directory
+from dlrover.compat.client.comm import ParallelConfig
+from dlrover.compat.client.paral_config_tuner import ParalConfigTuner
 from dlrover.compat.client.shared_objects import SharedDict, SharedMemory, create_shared_memory
 from dlrover.host.ownership import (
     NotOurs,
@@ -44,6 +46,7 @@ from dlrover.trainer.events.process import Outlet, Process
 from dlrover.trainer.progress import ProgressReporter
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet
+from dlrover.unified.runtime.relay_client import RelayWire
 from tests.second_user import SECOND_USER, SecondServer, give_away, needs_root, shared_directory
 
 pytestmark = needs_root
@@ -200,6 +203,22 @@ def test_a_config_of_another_user_does_not_set_the_batch_size(shared: Path, capl
     assert "belongs to another user" in caplog.text
 
 
+def test_the_tuner_of_the_original_reads_and_writes_nothing_of_another_user(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file in a shared directory itself, and one in another user's: without an agent scripts find it under a name in `/tmp`."""
+    tuner = ParalConfigTuner()
+    content = json.dumps({"dataloader": {"version": 9, "batch_size": 77}, "restart": True})
+    for name in ("auto_paral_config.json", "dlrover/auto_paral_config.json"):
+        path = planted(shared, name, content, mode=0o666)
+        tuner.config_path = str(path)
+        assert tuner.read_paral_config() is None
+    tuner.write_paral_config(ParallelConfig())
+    assert path.read_text() == content
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert caplog.text.count("belongs to another user") == 3
+
+
 def test_shared_memory_of_another_user_is_not_taken_over() -> None:
     name = f"dlrover_test_{uuid.uuid4().hex}"
     path = Path("/dev/shm") / name
@@ -252,6 +271,8 @@ def test_workers_and_masters_say_nothing_to_a_server_of_another_user(
     outlet.open(SavePlace(directory="/nowhere"))
     outlet.close()
     assert "snapshots are not told to the agent" in caplog.text
+    with pytest.raises(Unavailable, match="is served by another user"):
+        RelayWire(path, 0)
     with pytest.raises(Unavailable, match="is served by another user"):
         asyncio.run(LocalPlatform(LocalOptions(socket=path), "uid").list())
     assert server.heard() == b""

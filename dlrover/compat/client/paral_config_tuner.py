@@ -7,6 +7,7 @@ Here the agent itself keeps the file (`--auto-tuning`); the class reads and writ
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 from dlrover.compat.client import comm
 from dlrover.compat.names.constants import ConfigPath
 from dlrover.compat.tools.singleton import Singleton
+from dlrover.host.ownership import NotOurs, check_directory, open_checked
+
+log = logging.getLogger(__name__)
 
 
 class ParalConfigTuner(Singleton):
@@ -26,24 +30,33 @@ class ParalConfigTuner(Singleton):
             self.write_paral_config(comm.ParallelConfig())
 
     def read_paral_config(self) -> comm.ParallelConfig | None:
-        """None: there is no file, or it is no config."""
+        """None: there is no file, it is no config, or another user of this machine wrote it."""
         try:
-            with open(self.config_path, encoding="utf-8") as file:
+            with open(open_checked(self.config_path, os.O_RDONLY), encoding="utf-8") as file:
                 config = json.load(file)
+        except NotOurs as error:
+            log.warning("the parallel config changes nothing: %s", error)
+            return None
         except (OSError, ValueError):
             return None
         return _config_of(config) if isinstance(config, dict) else None
 
     def write_paral_config(self, config: comm.ParallelConfig) -> None:
-        """Whole or not at all. Without an agent there may be no place for it: then nothing is written."""
-        if not os.path.isdir(os.path.dirname(self.config_path)):
+        """Whole or not at all. Without an agent there may be no place for it, or another user's: then nothing is written."""
+        folder = os.path.dirname(self.config_path)
+        if not os.path.isdir(folder):
+            return
+        try:
+            check_directory(folder)
+        except NotOurs as error:
+            log.warning("the parallel config is not written: %s", error)
             return
         told = {
             "dataloader": vars(config.dataloader),
             "optimizer": vars(config.optimizer),
             "restart": config.restart,
         }
-        with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(self.config_path), delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
             json.dump(told, file)
         os.replace(file.name, self.config_path)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from dlrover.host.ownership import check_server
 from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.unified.runtime.methods import METHODS
 from dlrover.unified.runtime.relay_frames import (
@@ -57,7 +58,9 @@ class RelayWire:
         self._socket.settimeout(CONNECT_TIMEOUT)
         try:
             self._socket.connect(path)
+            check_server(self._socket)
         except OSError as error:
+            self._socket.close()
             raise Unavailable(f"The node of this worker cannot be reached at {path}: {error}") from error
         self._sending = threading.Lock()  # frames of several threads must not mix
         self._tickets = itertools.count(1)
