@@ -12,12 +12,22 @@ import logging
 
 NAMES = (
     "dlrover.snapshot",
+    "dlrover.trainer",
     "dlrover.trainer.data",
     "dlrover.trainer.events",
     "dlrover.trainer.flash_checkpoint",
     "dlrover.trainer.resilience",
-    "dlrover.compat.client.shared_objects",
     "dlrover.trainer.sync",
+    "dlrover.trainer.tensorflow",
+    "dlrover.compat.client.brain_client",
+    "dlrover.compat.client.building",
+    "dlrover.compat.client.comm",
+    "dlrover.compat.client.diagnosis",
+    "dlrover.compat.client.master_client",
+    "dlrover.compat.client.paral_config_tuner",
+    "dlrover.compat.client.resource_monitor",
+    "dlrover.compat.client.shared_objects",
+    "dlrover.compat.client.tasks",
 )
 """Of all loggers that our modules have in a worker; a test holds this list."""
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dlrover.trainer.worker import loggers
+
+PACKAGE = Path(loggers.__file__).parents[2]
 
 DICT = """
 logging.config.dictConfig({
@@ -41,10 +46,10 @@ import io, logging, logging.config, sys
 import dlrover.trainer.torch.flash_checkpoint.ddp, dlrover.trainer.torch.flash_checkpoint.fsdp
 import dlrover.trainer.torch.flash_checkpoint.deepspeed, dlrover.trainer.torch.flash_checkpoint.megatron_sharded
 import dlrover.trainer.torch.elastic.dataloader, dlrover.trainer.sharding_client, dlrover.compat.client.shared_objects
-import dlrover.trainer.events, dlrover.trainer.sync
+import dlrover.trainer.events, dlrover.trainer.sync, dlrover.compat.client.master_client
 theirs = logging.getLogger("theirs")
 {configure}
-ours = [name for name in logging.root.manager.loggerDict if name.startswith(("dlrover.trainer", "dlrover.snapshot"))]
+ours = [name for name in logging.root.manager.loggerDict if name.startswith(("dlrover.trainer", "dlrover.snapshot", "dlrover.compat.client"))]
 for name in sorted(ours):
     logger = logging.getLogger(name)
     if isinstance(logger, logging.Logger) and "pytest" not in name:
@@ -74,4 +79,18 @@ def test_a_script_that_configures_logging_does_not_silence_us(configure: str, be
         "by the script's handler and format"
     )
     assert f"SCRIPT WARNING dlrover.snapshot {word}" in done.stdout
+    assert f"SCRIPT WARNING dlrover.compat.client.master_client {word}" in done.stdout
     assert "not heard" not in done.stdout, "the script's level counts for us, and its other loggers are its own affair"
+
+
+def test_the_list_names_every_logger_that_our_modules_have_in_a_worker() -> None:
+    """Also those of modules that need TensorFlow, which the script above cannot import."""
+    found = set()
+    for room in ("trainer", "snapshot", "compat/client"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            for own, name in re.findall(
+                r"^_?log = logging\.getLogger\((?:(__name__)|\"(.+)\")\)", path.read_text(), re.M
+            ):
+                found.add(module if own else name)
+    assert sorted(found) == sorted(loggers.NAMES)
