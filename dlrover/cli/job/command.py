@@ -170,15 +170,18 @@ def describe(
 def logs(
     name: Name,
     namespace: Namespace = "",
-    rank: Annotated[str, typer.Option("--rank", help="worker-3 (or 3), chief-0, or master. Not given: worker-0.")] = "",
+    node: Annotated[str, typer.Option("--node", help="worker-3 (or 3), chief-0, or master. Not given: worker-0.")] = "",
+    rank: Annotated[str, typer.Option("--rank", hidden=True)] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the pod ends.")] = False,
     tail: Annotated[int, typer.Option("--tail", help="So many lines from the end; 0: all.", min=0)] = 0,
 ) -> None:
     """Print what a node of a job in a cluster has written."""
+    if rank:
+        echo("dlrover: notice: --rank is called --node now.", err=True)
 
     async def read(jobs: ClusterJobs) -> None:
         job = await jobs.get(name)
-        pod = _pod_of(await jobs.pods(job), rank or "worker-0", name)
+        pod = _pod_of(await jobs.pods(job), node or rank or "worker-0", name)
         async for piece in jobs.log(pod, follow=follow, tail=tail or None):
             sys.stdout.buffer.write(piece)
             sys.stdout.flush()
@@ -374,11 +377,11 @@ def _is_in_cluster(name: str) -> bool:
         return False
 
 
-def _pod_of(pods: tuple[Pod, ...], rank: str, name: str) -> Pod:
-    """The newest pod of that rank."""
+def _pod_of(pods: tuple[Pod, ...], node: str, name: str) -> Pod:
+    """The newest pod of that node."""
     from dlrover.cli.job.progress import label_of
 
-    wanted = f"worker-{rank}" if rank.isdigit() else rank
+    wanted = f"worker-{node}" if node.isdigit() else node
     fitting = [pod for pod in pods if label_of(pod) == wanted]
     if not fitting:
         known = ", ".join(sorted({label_of(pod) for pod in pods})) or "none"

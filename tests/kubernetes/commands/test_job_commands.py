@@ -234,8 +234,10 @@ class TestSteering:
         headers = {"Authorization": f"Bearer {terminal.lab.server.token}"}
         request = urllib.request.Request(url, data=b"step 1\nstep 2\n", method="PUT", headers=headers)
         await asyncio.to_thread(lambda: urllib.request.urlopen(request).close())
-        assert await terminal.says("job", "logs", "demo", "--rank", "1") == "step 1\nstep 2\n"
-        assert await terminal.says("job", "logs", "demo", "--rank", "worker-1", "--tail", "1") == "step 2\n"
+        assert await terminal.says("job", "logs", "demo", "--node", "1") == "step 1\nstep 2\n"
+        assert await terminal.says("job", "logs", "demo", "--node", "worker-1", "--tail", "1") == "step 2\n"
+        code, out, err = await terminal.run("job", "logs", "demo", "--rank", "1")
+        assert (code, out, err) == (0, "step 1\nstep 2\n", "dlrover: notice: --rank is called --node now.\n")
         code, _, err = await terminal.run("job", "logs", "demo")
         assert (code, "has no pod of worker-0. It has: worker-1." in err) == (2, True)
 
