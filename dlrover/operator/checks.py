@@ -16,7 +16,7 @@ from dlrover.operator.observations import JobObjects, OperatorSettings
 from dlrover.operator.owned import ALLOWED_ACCOUNT
 from dlrover.platforms.kubernetes import names
 from dlrover.platforms.kubernetes.elastic_job import ElasticJob, FaultyHosts, JobReplica, JsonObject
-from dlrover.platforms.kubernetes.job.fleet import fleet_of, pod_job_of, training_types
+from dlrover.platforms.kubernetes.job.fleet import MOST_RELAUNCHES, fleet_of, pod_job_of, training_types
 from dlrover.platforms.kubernetes.job.gangs import GangScheduler, gang_of, groups_of, min_member
 from dlrover.platforms.kubernetes.pods import main_container, pod_of
 from dlrover.protocol.errors import ConfigError
@@ -70,7 +70,7 @@ def problem_of(job: ElasticJob, seen: JobObjects, settings: OperatorSettings) ->
 
 
 def unused_fields(job: ElasticJob) -> str:
-    """A sentence about fields that are given and have no effect in this version; empty: there is none."""
+    """Sentences about fields that are given and have no effect in this version, or less than they say; empty: there is none."""
     spec = job.spec
     given = {
         "enableElasticScheduling": not spec.enable_elastic_scheduling,
@@ -81,7 +81,13 @@ def unused_fields(job: ElasticJob) -> str:
         given[f"{where}.restartTimeout"] = bool(replica.restart_timeout)
         given[f"{where}.restartPolicy"] = bool(replica.restart_policy)
     names_ = [name for name, is_given in given.items() if is_given]
-    return f"Without effect in this version: {', '.join(names_)}." if names_ else ""
+    sentences = [f"Without effect in this version: {', '.join(names_)}."] if names_ else []
+    sentences += [
+        f"replicaSpecs.{type_name}.restartCount {replica.restart_count} counts as {MOST_RELAUNCHES}, the greatest that a rank gets."
+        for type_name, replica in spec.replica_specs.items()
+        if type_name != names.MASTER_TYPE and (replica.restart_count or 0) > MOST_RELAUNCHES
+    ]
+    return " ".join(sentences)
 
 
 def first_pods(job: ElasticJob) -> tuple[JsonObject, ...]:

@@ -233,7 +233,7 @@ async def pauses_after(errors: list[Exception], patience: PlatformPatience) -> l
 
 
 async def test_a_platform_out_of_reach_is_asked_again_sooner_than_one_without_room():
-    """Issue 17, line 7: the first intent is through at most 10 s after the API server is back."""
+    """The first intent is through at most 10 s after the API server is back."""
     assert PATIENCE.out_of_reach < 10
     patience = PlatformPatience(first_pause=0.05, longest_pause=0.8, out_of_reach=0.1)
     away = await pauses_after([Unavailable("away")] * 6, patience)

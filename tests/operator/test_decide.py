@@ -58,6 +58,19 @@ def test_fields_without_effect_are_named_in_the_status() -> None:
     assert cluster.condition("Valid").message == ""
 
 
+def test_relaunches_beyond_the_most_are_told_in_the_status() -> None:
+    def message(count: int) -> str:
+        worker = {"replicas": 1, "restartCount": count, "template": template()}
+        masters = {"restartCount": 30, "template": template()}
+        cluster = ModelCluster(job_body(replicaSpecs={"worker": worker, "dlrover-master": masters}))
+        cluster.run()
+        assert cluster.condition("Valid").status == "True"
+        return cluster.condition("Valid").message
+
+    assert message(10) == "replicaSpecs.worker.restartCount 10 counts as 5, the greatest that a rank gets."
+    assert message(5) == ""
+
+
 def test_the_api_server_judges_the_templates_before_anything_is_made() -> None:
     decision = ModelCluster().decide()
     assert [type(action) for action in decision.actions] == [CheckTemplates]

@@ -1,7 +1,7 @@
 """
 The informer against a server that really has versions, history and selectors.
 
-`test_a_watch_that_is_cut_again_and_again` is line 6 of the Kubernetes work: a watch that is cut every second for five
+`test_a_watch_that_is_cut_again_and_again`: a watch that is cut every second for five
 minutes, with a 410 as an ERROR event every tenth time. It is short here and of full length under the marker `chaos`.
 """
 

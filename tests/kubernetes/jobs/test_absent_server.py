@@ -1,5 +1,5 @@
 """
-The API server is away while a job trains, and a worker is lost meanwhile (issue 17, line 7).
+The API server is away while a job trains, and a worker is lost meanwhile.
 
 Nothing counts as lost that is only not seen: the processes are those from before. What was lost is replaced when the server is back.
 """

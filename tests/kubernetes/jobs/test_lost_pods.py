@@ -236,7 +236,7 @@ def processes_of(cluster: LocalCluster, pod: Body) -> list[psutil.Process]:
 
 async def test_a_master_that_goes_on_beside_the_next_one_doubles_no_rank(cluster: LocalCluster) -> None:
     """
-    Issue 17, line 10: its pod's object is gone while it stands still on a machine that hears of nothing.
+    Its pod's object is gone while it stands still on a machine that hears of nothing.
 
     Each has a journal of its own: a claim is taken by one pod at a time.
     """

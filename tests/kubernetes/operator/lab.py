@@ -303,4 +303,4 @@ BAD_JOBS: dict[str, tuple[Json, str]] = {
     ),
     "name": ({"name": "x" * 38}, "at most 37"),
 }
-"""What is wrong with a job, to its fields and to a part of the sentence that its status gets (issue 17, line 12)."""
+"""What is wrong with a job, to its fields and to a part of the sentence that its status gets."""

@@ -1,4 +1,4 @@
-"""How many requests pods cost (issue 17, line 5). Seconds and memory are measured by `benchmarks/kubernetes_pods.py`."""
+"""How many requests pods cost. Seconds and memory are measured by `benchmarks/kubernetes_pods.py`."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ async def test_a_master_started_by_the_original_command_makes_what_no_operator_m
 
 
 async def test_the_next_master_takes_its_pods_over(lab, tmp_path):
-    """Issue 17, line 8, for the platform: no pod is doubled and none restarted, with the journal and without."""
+    """No pod is doubled and none restarted, with the journal and without."""
     await add_job(lab)
     async with master(lab, tmp_path):
         before = await until_pods(lab, 0, 1)
@@ -245,7 +245,7 @@ async def test_a_job_that_cannot_run_is_refused_before_anything_is_made(lab, tmp
     ],
 )
 async def test_a_server_that_answers_nonsense_in_mid_run_costs_no_pod(server, lab, tmp_path, fault):
-    """Issue 17, line 13: nothing is deleted meanwhile, and what was lost is replaced afterwards."""
+    """Nothing is deleted meanwhile, and what was lost is replaced afterwards."""
     own, many = "the-master's-token", 1_000_000
     server.cluster.tokens.add(own, User("master", ("system:masters", "system:authenticated")))
     kubeconfig = tmp_path / "kubeconfig"

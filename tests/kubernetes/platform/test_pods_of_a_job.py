@@ -55,7 +55,7 @@ async def until(condition) -> None:
 
 
 async def test_a_deleted_pod_is_told_at_once_and_only_once(lab):
-    """Issue 17, line 4, for one pod: the sight comes with the deletion time and not with the end of the object."""
+    """The sight comes with the deletion time and not with the end of the object."""
     platform = lab.platform()
     await run_nodes(platform, 0)
     async with watching(platform) as watch:
@@ -77,7 +77,7 @@ async def test_a_deleted_pod_is_told_at_once_and_only_once(lab):
 
 
 async def test_thirty_of_thirty_two_pods_lost_at_once_are_replaced(large):
-    """Issue 17, line 4. The figure is 1 s; a loaded machine gets ten times as long."""
+    """The figure is 1 s; a loaded machine gets ten times as long."""
     platform = large.platform()
     async with watching(platform) as watch:
         await asyncio.gather(*(platform.apply(launch(node)) for node in range(32)))
@@ -234,7 +234,7 @@ async def test_failed_pods_stay_for_their_logs_but_not_all_of_them(large):
 
 
 async def test_nothing_is_gone_while_the_server_is_away_and_the_first_intent_passes_after(server, lab):
-    """Issue 17, line 7, with seconds instead of minutes (the whole time is in `make chaos`)."""
+    """With seconds instead of minutes (the whole time is in `make chaos`)."""
     platform = lab.platform(timing=QUICK)
     await run_nodes(platform, 0, 1)
     async with watching(platform) as watch:
@@ -265,7 +265,7 @@ async def test_nothing_is_gone_while_the_server_is_away_and_the_first_intent_pas
 
 
 async def test_a_job_made_anew_under_its_name_takes_no_old_pod_for_its_own(lab):
-    """Issue 17, line 9."""
+    """The old pods still terminate meanwhile."""
     old = lab.platform()
     await run_nodes(old, 0)
     lab.is_awake.clear()
@@ -345,7 +345,7 @@ async def test_room_is_unknown_without_the_right_to_see_the_machines(server, lab
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 async def test_five_minutes_without_a_server_lose_nothing(server, lab):
-    """Issue 17, line 7, in full: as a master drives the platform, with its own patience."""
+    """As a master drives the platform, with its own patience."""
     platform = lab.platform()
     await run_nodes(platform, 0, 1)
     job = StandInJob()

@@ -1,5 +1,5 @@
 """
-Two masters at once (issue 17, line 10): the old one stops at each line of a launch and of a removal, the new one
+Two masters at once: the old one stops at each line of a launch and of a removal, the new one
 follows, and the old one goes on. What it may still do is the one create or delete that was past the ledger.
 """
 
