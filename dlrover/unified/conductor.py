@@ -27,7 +27,9 @@ from dlrover.unified.core.messages import (
     InstanceId,
     InstanceReady,
     InstanceSucceeded,
+    MachineReplaced,
     PlaceBundles,
+    ReplaceMachine,
     RestartEnsemble,
     RunInstance,
     StopEnsemble,
@@ -63,6 +65,9 @@ class InstanceCluster(Protocol):
 
     async def end(self, instance: InstanceId, *, is_kill: bool) -> None:
         """Ask it to end, or end it. An instance that is not there is never made after that."""
+
+    async def replace_machine(self, instance: InstanceId) -> bool:
+        """Until another machine stands for the one on which it ran. False: it is the same one."""
 
 
 class Conductor:
@@ -183,6 +188,8 @@ class Conductor:
                     self._start(self._await_answer(instance, self._cluster.run, InstanceSucceeded))
                 case EndInstance(instance, is_kill):
                     self._start(self._cluster.end(instance, is_kill=is_kill))
+                case ReplaceMachine(instance):
+                    self._start(self._replace_machine(instance))
                 case FinishEnsemble():
                     if not self._over.done():
                         self._over.set_result(effect)
@@ -190,6 +197,9 @@ class Conductor:
     async def _place(self) -> None:
         await self._cluster.place()
         self._tell(BundlesPlaced())
+
+    async def _replace_machine(self, instance: InstanceId) -> None:
+        self._tell(MachineReplaced(instance, await self._cluster.replace_machine(instance)))
 
     async def _await_answer(
         self,

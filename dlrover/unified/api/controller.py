@@ -1,4 +1,4 @@
-"""`PrimeMasterApi`: what workers ask of the controller. `ManagerExtension`: what a deployment may add to it."""
+"""`PrimeMasterApi`: what workers ask of the controller."""
 
 from __future__ import annotations
 
@@ -48,16 +48,6 @@ class PrimeMasterApi:
     def get_actor_info(name: str) -> ActorInfo:
         actor = actor_named(name)
         return ActorInfo(name=actor.name, role=actor.role, rank=actor.rank)
-
-
-class ManagerExtension:
-    """Registered under the entry points `dlrover.unified.extension`."""
-
-    manager: Any = None
-
-    async def relaunch_nodes_impl(self, nodes: list[Any]) -> list[Any]:
-        """Replace these nodes of the cluster; those that were."""
-        return []
 
 
 def _ask(method: str, *args: Any) -> Any:

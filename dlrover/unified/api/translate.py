@@ -11,7 +11,7 @@ from dlrover.unified.api.enums import ACCELERATOR_TYPE
 from dlrover.unified.api.workload import CustomWorkloadDesc, ElasticWorkloadDesc
 from dlrover.unified.core.spec import OnFailure
 from dlrover.unified.entry import EntryPointKind, read_entry
-from dlrover.unified.plan import ProcessGroup
+from dlrover.unified.plan import GroupRule, ProcessGroup
 from dlrover.unified.surface import Ensemble, Role
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def ensemble_of(config: JobConfig) -> Ensemble:
         working_dir=dl.global_envs.get(WORKING_DIR_VARIABLE, ""),
         max_job_restarts=config.job_max_restart,
         placement_timeout=config.master_create_timeout,
+        max_machine_replacements=config.node_max_restart,
     )
 
 
@@ -113,4 +114,9 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
         env=desc.envs,
         per_group=desc.per_group,
         process_group=group,
-    ).of_old()
+    ).of_old(max_failures_per_machine=desc.per_node_max_failure, machine_group=_machine_group(desc))
+
+
+def _machine_group(desc: Any) -> GroupRule:
+    rule = desc.node_group_failover
+    return GroupRule(label=rule.group_label_key, timeout=rule.timeout) if rule.enabled else GroupRule()

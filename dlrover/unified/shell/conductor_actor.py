@@ -18,9 +18,11 @@ from dlrover.cli.ray.messages import pack as pack_news
 from dlrover.platforms.ray.access import namespace_of
 from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.store import ClusterKeyValues, JobResult, JobStore, Registry
+from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.identity import Micros
 from dlrover.unified.conductor import Conductor
 from dlrover.unified.core.messages import BeginEnsemble, FinishEnsemble, RoleStatus, StageOfJob
+from dlrover.unified.extension import load_extension
 from dlrover.unified.plan import PLAN
 from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.elastic_role import plan_key
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 DELIVERY = 10.0
 """Seconds for a driver that is there to take the result."""
 PID_TIMEOUT = 2.0
+EXIT_REFUSED = 2
 
 
 class ConductorActor:
@@ -126,11 +129,20 @@ class ConductorActor:
             return
         plan = PLAN.decode(data)
         self._name = plan.spec.name
-        cluster = self._cluster = RayCluster(plan, say=self._bulletin.say, on_line=self._bulletin.line)
+        extension, refusal = None, ""
+        try:
+            extension = load_extension()
+        except ConfigError as error:
+            refusal = str(error)
+        cluster = self._cluster = RayCluster(
+            plan, say=self._bulletin.say, on_line=self._bulletin.line, extension=extension
+        )
         journal = EnsembleJournal(self._store, self._job_uid)
         conductor = self._conductor = Conductor(journal, cluster, _now)
         conductor.on_verdict = self._bulletin.say
-        tending = start(self._tend(conductor, cluster), self._tasks)
+        if extension is not None:
+            extension.manager = conductor
+        tending = start(self._tend(conductor, cluster, refusal), self._tasks)
         try:
             over = await conductor.conduct(BeginEnsemble(plan.spec))
         except ConductorFenced as error:
@@ -144,9 +156,11 @@ class ConductorActor:
         tending.cancel()  # it writes to the store, which is cleared now
         await self._finish(over)
 
-    async def _tend(self, conductor: Conductor, cluster: RayCluster) -> None:
-        """Calls to roles that ended are refused; nothing waits for them."""
+    async def _tend(self, conductor: Conductor, cluster: RayCluster, refusal: str) -> None:
+        """Calls to roles that ended are refused; nothing waits for them. `refusal`: why the job must not run."""
         await conductor.has_begun.wait()
+        if refusal:
+            conductor.stop(refusal, EXIT_REFUSED)
         self._epoch = conductor.epoch
         self._has_begun.set()
         while True:

@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from dlrover.platforms.ray.access import namespace_of
 from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.store import ClusterKeyValues
@@ -66,7 +68,8 @@ class InstanceActor:
         """Until the entry point is imported and calls are taken: an `InstanceEnd` whose cause is empty if that went well."""
         if self._order is None:
             self._order = ORDER.decode(data)
-            self._ready.set_result(pack(await self._make(self._order)))
+            end = await self._make(self._order)
+            self._ready.set_result(pack(structs.replace(end, machine=_machine_id())))
         return await asyncio.shield(self._ready)
 
     async def run(self) -> bytes:
@@ -202,6 +205,12 @@ class InstanceActor:
     def _leave(self) -> None:
         if self._wire is not None and self._place is not None:
             self._wire.book.leave(self._place)
+
+
+def _machine_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 class _UserThread:

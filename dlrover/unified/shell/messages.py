@@ -44,6 +44,8 @@ class InstanceEnd(Struct, frozen=True, kw_only=True):
     cause: str = ""
     """One line; empty: it returned."""
     traceback: str = ""
+    machine: str = ""
+    """Ray's id of it; told with the answer to `begin`."""
 
 
 class EnsembleAccount(Struct, frozen=True, kw_only=True):

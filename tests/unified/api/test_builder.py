@@ -119,6 +119,11 @@ def test_the_timeout_of_a_group_of_nodes_has_one_limit(timeout: int, is_taken: b
     job = builder().role("a").run(ENTRY).enable_node_group_failover("rack", timeout).build()
     found = job.workloads["a"].node_group_failover
     assert (found.enabled, found.timeout) == ((True, timeout) if is_taken else (False, 300))
+    plan = ensemble_of(job_config(job, node_max_restart=4)).build("uid")
+    rule = plan.roles["a"].machine_group
+    assert (rule.label, rule.timeout) == (("rack", timeout) if is_taken else ("", 300))
+    assert plan.spec.role("a").max_failures_per_machine == 3
+    assert plan.spec.max_machine_replacements == 4
     if not is_taken:
         with pytest.raises(ValueError, match="greater than or equal to 30"):
             NodeGroupFailoverDesc(timeout=timeout)
