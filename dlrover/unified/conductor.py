@@ -22,6 +22,7 @@ from dlrover.unified.core.messages import (
     EndInstance,
     EnsembleStatus,
     FinishEnsemble,
+    InstanceBlamed,
     InstanceFailed,
     InstanceGone,
     InstanceId,
@@ -129,6 +130,14 @@ class Conductor:
 
     def restart(self, reason: str) -> bool:
         return self._tell(RestartEnsemble(reason))
+
+    def blame(self, role: str, rank: int, reason: str) -> bool:
+        """The newest life of an instance is the cause of what fails next. False: it is unknown, or it is too late."""
+        assert self._ensemble is not None
+        found = self._ensemble.machine.state.find(InstanceId(role, rank, 0))
+        if found is None:
+            return False
+        return self._tell(InstanceBlamed(InstanceId(role, rank, found[1].incarnation), reason))
 
     def look_at_clock(self) -> None:
         """After it was set: time may have passed that the conductor did not wait for."""

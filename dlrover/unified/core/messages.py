@@ -84,6 +84,13 @@ class InstanceGone(Struct, tag=True, frozen=True):
     cause: str = ""
 
 
+class InstanceBlamed(Struct, tag=True, frozen=True):
+    """A diagnosis names it as the cause of a failure: of the next one that is reported, whichever instance that hits."""
+
+    instance: InstanceId
+    reason: str
+
+
 class MachineReplaced(Struct, tag=True, frozen=True):
     """The answer to `ReplaceMachine`."""
 
@@ -116,6 +123,7 @@ Command = (
     | InstanceSucceeded
     | InstanceFailed
     | InstanceGone
+    | InstanceBlamed
     | MachineReplaced
     | StopEnsemble
     | RestartEnsemble

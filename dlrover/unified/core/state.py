@@ -78,6 +78,8 @@ class Instance(Struct):
     """Of the traceback of its last failure."""
     num_same: int = 0
     """Failures in a row with that fingerprint."""
+    blame: str = ""
+    """Why a diagnosis names it as the cause of what fails next; empty: none does."""
     num_failures_here: int = 0
     """Since its machine was last asked to be replaced."""
     awaits_machine: bool = False

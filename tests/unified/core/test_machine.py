@@ -16,6 +16,7 @@ from dlrover.unified.core.messages import (
     Effect,
     EndInstance,
     FinishEnsemble,
+    InstanceBlamed,
     InstanceFailed,
     InstanceGone,
     InstanceId,
@@ -310,3 +311,25 @@ def test_an_instance_that_fails_too_often_on_one_machine_waits_for_another():
 
 def short_all(effects: list[Effect]) -> list[str]:
     return [short(effect) for effect in effects]
+
+
+def test_a_failure_counts_for_the_machine_of_the_instance_that_a_diagnosis_names():
+    """Spec 11, §19, row 4. Without a diagnosis it counts for the instance that failed."""
+    worker = RoleSpec(name="worker", count=2, on_failure=OnFailure.ROLE, max_failures_per_machine=0, max_restarts=0)
+    stage = Stage(worker, max_job_restarts=1)
+    stage.begin()
+    stage.tell(InstanceBlamed(id_of("worker-1"), "its link loses packets"))
+    assert stage.fail("worker-0") == ["replace the machine of worker-1", "end worker-0", "end worker-1"]
+    assert stage.machine.status().verdict == (
+        "worker-0 failed (ValueError: 1; the cause is worker-1: its link loses packets): the whole job restarts."
+    )
+    assert stage.gone("worker-0") + stage.gone("worker-1") == ["create worker-0#2"]
+    with pytest.raises(Rejected, match="came too late"):
+        stage.tell(InstanceBlamed(id_of("worker-0"), "of a former life"))
+    assert stage.tell(MachineReplaced(id_of("worker-1"), is_replaced=True)) == ["create worker-1#2"]
+
+    # What was said has been used up.
+    for name in ("worker-0", "worker-1"):
+        stage.tell(InstanceReady(id_of(name, 2)))
+    assert stage.fail("worker-0", 2)[0] == "replace the machine of worker-0#2"
+    assert stage.machine.state.reason == "worker-0 failed: ValueError: 1"

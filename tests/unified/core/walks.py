@@ -27,6 +27,7 @@ from dlrover.unified.core.messages import (
     EndInstance,
     EnsembleOutcome,
     FinishEnsemble,
+    InstanceBlamed,
     InstanceFailed,
     InstanceGone,
     InstanceId,
@@ -101,8 +102,10 @@ class Walk:
             self.tell_if_fitting(RestartEnsemble("a person wants it"))
         elif chance < 0.83:
             self.tell_if_fitting(StopEnsemble("a person wants it"))
-        elif chance < 0.88:
+        elif chance < 0.86:
             self.tell_late_report()
+        elif chance < 0.88:
+            self.tell_if_fitting(InstanceBlamed(self.chance.choice(list(self.machine.instances()))[0], "a bad device"))
         else:
             self.pass_time(self.chance.choice([0.0, 0.5, 3.0, 40.0, 700.0, 2 * HOUR]))
 
