@@ -66,6 +66,8 @@ class RolePlan(Struct, frozen=True, kw_only=True):
     """False: a script of an elastic role that never serves. Calls to it are refused at once."""
     process_group: ProcessGroup | None = None
     machine_group: GroupRule = GroupRule()
+    is_device_by_rank: bool = False
+    """Instances of a group share its GPUs: local rank N uses the device N. Otherwise Ray says which one."""
     is_named_as_of_old: bool = False
     """The instances see the variables of the historical interface."""
 

@@ -56,15 +56,23 @@ class Role(Struct, frozen=True, kw_only=True):
     process_group: ProcessGroup | None = None
     max_failures_per_machine: int | None = None
     machine_group: GroupRule = GroupRule()
+    is_device_by_rank: bool = False
     is_named_as_of_old: bool = False
 
-    def of_old(self, *, max_failures_per_machine: int | None = None, machine_group: GroupRule | None = None) -> Role:
+    def of_old(
+        self,
+        *,
+        max_failures_per_machine: int | None = None,
+        machine_group: GroupRule | None = None,
+        device_by_rank: bool = False,
+    ) -> Role:
         """Its instances also find the variables and names of the historical interface. Extensions may replace their machines."""
         return structs.replace(
             self,
             is_named_as_of_old=True,
             max_failures_per_machine=max_failures_per_machine,
             machine_group=machine_group or self.machine_group,
+            is_device_by_rank=device_by_rank,
         )
 
     @classmethod
@@ -269,6 +277,7 @@ class Ensemble:
                 environ=dict(role.env),
                 process_group=role.process_group,
                 machine_group=role.machine_group,
+                is_device_by_rank=role.is_device_by_rank,
                 is_named_as_of_old=role.is_named_as_of_old,
             )
         if entry.kind is not EntryPointKind.COMMAND:

@@ -120,6 +120,12 @@ class ConductorActor:
         assert self._conductor is not None
         return self._conductor.restart(reason)
 
+    async def blame(self, role: str, rank: int, reason: str) -> bool:
+        """By a diagnosis of a worker. False: the instance is unknown, or the job ends."""
+        await self._has_begun.wait()
+        assert self._conductor is not None
+        return self._conductor.blame(role, rank, reason)
+
     # Its life.
 
     async def _live(self) -> None:

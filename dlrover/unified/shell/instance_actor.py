@@ -123,8 +123,6 @@ class InstanceActor:
     # The user's code.
 
     async def _make(self, order: InstanceOrder) -> InstanceEnd:
-        os.environ.update(historical_variables(order) if order.is_named_as_of_old else {})
-        os.environ.update(order.environ)
         loop = asyncio.get_running_loop()
         self._wire = ActorWire(order.job_uid, order.num_ranks, loop, silent_roles=order.silent_roles)
         self._current = Current(
@@ -151,6 +149,8 @@ class InstanceActor:
     def _prepare(self) -> None:
         order = self._order
         assert order is not None
+        os.environ.update(historical_variables(order) if order.is_named_as_of_old else {})
+        os.environ.update(order.environ)
         if order.batch:
             from dlrover.unified.runtime.stream_server import StreamServer
 

@@ -275,6 +275,7 @@ class RayCluster:
             is_driver=plan.spec.role(instance.role).is_driver,
             process_group=role.process_group,
             is_named_as_of_old=role.is_named_as_of_old,
+            is_device_by_rank=role.is_device_by_rank,
         )
 
     async def _call(self, instance: InstanceId, actor: Any, method: str, *args: bytes) -> None:
