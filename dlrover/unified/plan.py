@@ -82,6 +82,11 @@ class EnsemblePlan(Struct, frozen=True, kw_only=True):
     environ: dict[str, str] = {}
     runtime_env: dict[str, Any] = {}
 
+    @property
+    def is_of_old(self) -> bool:
+        """It comes from the historical interface."""
+        return any(role.is_named_as_of_old for role in self.roles.values())
+
     def silent_roles(self) -> tuple[str, ...]:
         """Those that take no calls."""
         return tuple(name for name, role in self.roles.items() if not role.takes_calls)

@@ -28,6 +28,7 @@ from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.elastic_role import plan_key
 from dlrover.unified.shell.messages import EnsembleAccount, pack
 from dlrover.unified.shell.ray_cluster import RayCluster
+from dlrover.unified.shell.told_events import CONTROLLER, ControllerEvents, ToldEvents
 from dlrover.unified.store import ConductorFenced, EnsembleJournal
 
 log = logging.getLogger(__name__)
@@ -140,8 +141,12 @@ class ConductorActor:
             extension = load_extension()
         except ConfigError as error:
             refusal = str(error)
+        if plan.is_of_old:  # the historical interface promises its variables to the controller, too
+            os.environ.update({name: value for name, value in plan.environ.items() if name.startswith("DLROVER_")})
+        events = ToldEvents(CONTROLLER, is_told=plan.is_of_old)
+        self._events = ControllerEvents(events)
         cluster = self._cluster = RayCluster(
-            plan, say=self._bulletin.say, on_line=self._bulletin.line, extension=extension
+            plan, say=self._bulletin.say, on_line=self._bulletin.line, extension=extension, events=events
         )
         journal = EnsembleJournal(self._store, self._job_uid)
         conductor = self._conductor = Conductor(journal, cluster, _now)
@@ -160,6 +165,7 @@ class ConductorActor:
             os._exit(1)
         self._has_begun.set()
         tending.cancel()  # it writes to the store, which is cleared now
+        self._events.look(conductor.status())
         await self._finish(over)
 
     async def _tend(self, conductor: Conductor, cluster: RayCluster, refusal: str) -> None:
@@ -169,8 +175,10 @@ class ConductorActor:
             conductor.stop(refusal, EXIT_REFUSED)
         self._epoch = conductor.epoch
         self._has_begun.set()
+        self._events.begin(conductor.status())
         while True:
             status = conductor.status()
+            self._events.look(status)
             if status.stage in (StageOfJob.STOPPING, StageOfJob.STOPPED):
                 cluster.close_all(f"the job ends: {status.verdict}")
             for role in status.roles:

@@ -35,6 +35,7 @@ from dlrover.unified.shell.book import Place
 from dlrover.unified.shell.messages import ORDER, InstanceEnd, InstanceOrder, pack
 from dlrover.unified.shell.printed_lines import PrintedLines
 from dlrover.unified.shell.process_group import historical_variables, joined
+from dlrover.unified.shell.told_events import WORKER, ToldEvents
 
 USER_THREAD = "user_main_thread"
 LEAVE_TIMEOUT = 1.0
@@ -52,6 +53,7 @@ class InstanceActor:
         self._current: Current | None = None
         self._place: Place | None = None
         self._user = _UserThread()
+        self._events = ToldEvents(WORKER, is_told=False)
         self._main: Callable[[], Any] | None = None
         self._ready: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._over: asyncio.Future[bytes] | None = None
@@ -151,6 +153,7 @@ class InstanceActor:
         assert order is not None
         os.environ.update(historical_variables(order) if order.is_named_as_of_old else {})
         os.environ.update(order.environ)
+        self._events = ToldEvents(WORKER, is_told=order.is_named_as_of_old)
         if order.batch:
             from dlrover.unified.runtime.stream_server import StreamServer
 
@@ -158,13 +161,15 @@ class InstanceActor:
         elif order.entry.kind is EntryPointKind.COMMAND:
             self._main = lambda: _run_script(order.entry.words)
         else:
-            module = importlib.import_module(order.entry.module)
+            with self._events.span("#import_user_entrypoint", entrypoint=order.entry.text):
+                module = importlib.import_module(order.entry.module)
             METHODS.export_module(module)
             target = getattr(module, order.entry.attribute)
             if not isinstance(target, type):
                 self._main = target
                 return
-            instance = target()
+            with self._events.span("#instantiate_user_class", entrypoint=order.entry.text):
+                instance = target()
             METHODS.export_object(instance)
             self._main = getattr(instance, "run", None)
             if order.is_driver and self._main is None:
@@ -184,9 +189,10 @@ class InstanceActor:
         assert order is not None
         assert self._main is not None
         with joined(order, self._store) if order.process_group is not None else contextlib.nullcontext():
-            result = self._main()
-            if inspect.isawaitable(result):
-                asyncio.run(_awaited(result))
+            with self._events.span("#running"):
+                result = self._main()
+                if inspect.isawaitable(result):
+                    asyncio.run(_awaited(result))
 
     def _announce(self) -> None:
         order = self._order

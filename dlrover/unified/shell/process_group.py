@@ -18,6 +18,7 @@ from typing import Any
 
 from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.unified.shell.messages import InstanceOrder
+from dlrover.unified.shell.told_events import ELASTIC_WORKER, ToldEvents
 from dlrover.unified.store import KeyValues
 
 PAUSE = 0.02
@@ -52,11 +53,17 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=order.process_group.timeout) if order.process_group.timeout else None
-    dist.init_process_group(
-        backend, init_method=f"tcp://{address}", rank=order.rank, world_size=order.num_ranks[order.role], timeout=limit
-    )
+    world_size = order.num_ranks[order.role]
+    events = ToldEvents(ELASTIC_WORKER, is_told=order.is_named_as_of_old)
+    with events.span("#init_process_group", backend=backend):
+        dist.init_process_group(
+            backend, init_method=f"tcp://{address}", rank=order.rank, world_size=world_size, timeout=limit
+        )
     if order.process_group.is_checked:
-        seconds = check_communication(order.num_ranks[order.role])
+        with events.span("#comm_check") as span:
+            seconds = check_communication(world_size)
+            if span is not None:
+                span.extra_args(result=seconds[order.rank])
         if order.rank == 0 and (slow := stragglers(seconds)):
             shown = ", ".join(f"rank {rank} took {seconds[rank]:g} s" for rank in slow)
             print(f"Role {order.role}: slow in the communication check: {shown}; the median is {median(seconds):g} s.")

@@ -30,6 +30,7 @@ from dlrover.unified.shell.machine_replacement import Machine, MachineReplacemen
 from dlrover.unified.shell.messages import END, InstanceOrder, pack
 from dlrover.unified.shell.printed_lines import LINES
 from dlrover.unified.shell.room import JobRoom
+from dlrover.unified.shell.told_events import ToldEvents
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +46,13 @@ class RayCluster:
         *,
         say: Callable[[str], None],
         on_line: Callable[[str, bytes, bool], None],
-        extension: ManagerExtension | None = None,
+        extension: ManagerExtension | None,
+        events: ToldEvents,
     ) -> None:
         self._plan = plan
         self._say = say
         self._on_line = on_line
+        self._events = events
         self._namespace = namespace_of(plan.job_uid)
         self._store = ClusterKeyValues()
         self._book = KeyBook(self._store, plan.job_uid)
@@ -62,7 +65,8 @@ class RayCluster:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def place(self) -> None:
-        await self.room.place()
+        with self._events.span("#creating_placement_group"):
+            await self.room.place()
 
     async def create(self, instance: InstanceId) -> None:
         made = self._coming(instance)

@@ -74,6 +74,7 @@ def test_a_job_of_reinforcement_learning_as_of_old(lab: RayLab, tmp_path: Path, 
     """Scenario 10, queues, proxies, questions to the controller, and a submission that does not wait."""
     job = (
         RLJobBuilder().node_num(2).device_per_node(2).device_type("CPU").config({"folder": str(tmp_path)})
+        .global_env({"DLROVER_EVENT_FILE_DIR": str(tmp_path / "events")})
         .trainer(f"{OLD}.Trainer").resource(cpu=0.5)
         .actor(f"{OLD}.Actor").total(1).resource(cpu=0.5)
         .rollout(f"{OLD}.Rollout").total(2).resource(cpu=0.5)
@@ -88,3 +89,12 @@ def test_a_job_of_reinforcement_learning_as_of_old(lab: RayLab, tmp_path: Path, 
     assert "ROLLOUT-0 as a cause" not in said
     assert (tmp_path / "trainer").read_text() == "done"
     lab.await_nothing_left(code.handle.job_uid)
+
+    # Tools of the original follow the job by its events.
+    events = "".join(path.read_text() for path in (tmp_path / "events").glob("events_[0-9]*_*.log"))
+    for target, names in {
+        "DLROVER_Controller": "inited creating_placement_group stage_changed stop_requested stopping",
+        "DLROVER_worker": "import_user_entrypoint instantiate_user_class running",
+        "DLROVER_elastic_worker": "init_process_group comm_check",
+    }.items():
+        assert [name for name in names.split() if f"[{target}] [#{name}]" not in events] == []
