@@ -157,7 +157,7 @@ _ENSEMBLES: Mapping[str, Mapping[str, str]] = {
             "SimpleWorkloadDesc",
         )
     },
-    f"{_UNIFIED}.controller.extension": {"ManagerExtension": f"{_API}.controller:ManagerExtension"},
+    f"{_UNIFIED}.controller.extension": {"ManagerExtension": "dlrover.unified.extension:ManagerExtension"},
     f"{_UNIFIED}.controller.master": {"PrimeMaster": f"{_API}.submit:PrimeMaster"},
     f"{_UNIFIED}.driver.main": {name: f"{_API}.submit:{name}" for name in ("main", "submit")},
     f"{_UNIFIED}.util.config_util": {

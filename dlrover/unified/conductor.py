@@ -22,12 +22,15 @@ from dlrover.unified.core.messages import (
     EndInstance,
     EnsembleStatus,
     FinishEnsemble,
+    InstanceBlamed,
     InstanceFailed,
     InstanceGone,
     InstanceId,
     InstanceReady,
     InstanceSucceeded,
+    MachineReplaced,
     PlaceBundles,
+    ReplaceMachine,
     RestartEnsemble,
     RunInstance,
     StopEnsemble,
@@ -63,6 +66,9 @@ class InstanceCluster(Protocol):
 
     async def end(self, instance: InstanceId, *, is_kill: bool) -> None:
         """Ask it to end, or end it. An instance that is not there is never made after that."""
+
+    async def replace_machine(self, instance: InstanceId) -> bool:
+        """Until another machine stands for the one on which it ran. False: it is the same one."""
 
 
 class Conductor:
@@ -125,6 +131,14 @@ class Conductor:
     def restart(self, reason: str) -> bool:
         return self._tell(RestartEnsemble(reason))
 
+    def blame(self, role: str, rank: int, reason: str) -> bool:
+        """The newest life of an instance is the cause of what fails next. False: it is unknown, or it is too late."""
+        assert self._ensemble is not None
+        found = self._ensemble.machine.state.find(InstanceId(role, rank, 0))
+        if found is None:
+            return False
+        return self._tell(InstanceBlamed(InstanceId(role, rank, found[1].incarnation), reason))
+
     def look_at_clock(self) -> None:
         """After it was set: time may have passed that the conductor did not wait for."""
         self._has_decided.set()
@@ -183,6 +197,8 @@ class Conductor:
                     self._start(self._await_answer(instance, self._cluster.run, InstanceSucceeded))
                 case EndInstance(instance, is_kill):
                     self._start(self._cluster.end(instance, is_kill=is_kill))
+                case ReplaceMachine(instance):
+                    self._start(self._replace_machine(instance))
                 case FinishEnsemble():
                     if not self._over.done():
                         self._over.set_result(effect)
@@ -190,6 +206,9 @@ class Conductor:
     async def _place(self) -> None:
         await self._cluster.place()
         self._tell(BundlesPlaced())
+
+    async def _replace_machine(self, instance: InstanceId) -> None:
+        self._tell(MachineReplaced(instance, await self._cluster.replace_machine(instance)))
 
     async def _await_answer(
         self,

@@ -27,6 +27,14 @@ class RoleKind(enum.StrEnum):
     """One actor that hands items from one role to another."""
 
 
+class GroupRule(Struct, frozen=True, kw_only=True):
+    """When a machine of an instance is not replaced in time, all that have the same value of this label are."""
+
+    label: str = ""
+    """Empty: no rule."""
+    timeout: float = 300.0
+
+
 class ProcessGroup(Struct, frozen=True, kw_only=True):
     """Of a role whose instances train together in actors."""
 
@@ -57,6 +65,9 @@ class RolePlan(Struct, frozen=True, kw_only=True):
     takes_calls: bool = True
     """False: a script of an elastic role that never serves. Calls to it are refused at once."""
     process_group: ProcessGroup | None = None
+    machine_group: GroupRule = GroupRule()
+    is_device_by_rank: bool = False
+    """Instances of a group share its GPUs: local rank N uses the device N. Otherwise Ray says which one."""
     is_named_as_of_old: bool = False
     """The instances see the variables of the historical interface."""
 
@@ -70,6 +81,11 @@ class EnsemblePlan(Struct, frozen=True, kw_only=True):
     """The user's object, as the user pickled it. Opened by the instances alone."""
     environ: dict[str, str] = {}
     runtime_env: dict[str, Any] = {}
+
+    @property
+    def is_of_old(self) -> bool:
+        """It comes from the historical interface."""
+        return any(role.is_named_as_of_old for role in self.roles.values())
 
     def silent_roles(self) -> tuple[str, ...]:
         """Those that take no calls."""

@@ -22,7 +22,7 @@ from dlrover.protocol.units import in_bytes
 from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec, check_spec
 from dlrover.unified.entry import EntryPointKind, check_entry, read_entry
 from dlrover.unified.layout import CPU, GPU, MEMORY, BundleLayout, RoleSize, Spread, lay_out
-from dlrover.unified.plan import EnsemblePlan, ProcessGroup, RoleKind, RolePlan
+from dlrover.unified.plan import EnsemblePlan, GroupRule, ProcessGroup, RoleKind, RolePlan
 
 if TYPE_CHECKING:
     from dlrover.unified.shell.driver import EnsembleHandle
@@ -54,11 +54,26 @@ class Role(Struct, frozen=True, kw_only=True):
     batch: int = 0
     lease: float = 0.0
     process_group: ProcessGroup | None = None
+    max_failures_per_machine: int | None = None
+    machine_group: GroupRule = GroupRule()
+    is_device_by_rank: bool = False
     is_named_as_of_old: bool = False
 
-    def of_old(self) -> Role:
-        """Its instances also find the variables and names of the historical interface."""
-        return structs.replace(self, is_named_as_of_old=True)
+    def of_old(
+        self,
+        *,
+        max_failures_per_machine: int | None = None,
+        machine_group: GroupRule | None = None,
+        device_by_rank: bool = False,
+    ) -> Role:
+        """Its instances also find the variables and names of the historical interface. Extensions may replace their machines."""
+        return structs.replace(
+            self,
+            is_named_as_of_old=True,
+            max_failures_per_machine=max_failures_per_machine,
+            machine_group=machine_group or self.machine_group,
+            is_device_by_rank=device_by_rank,
+        )
 
     @classmethod
     def simple(
@@ -188,6 +203,7 @@ class Ensemble:
         max_job_restarts: int = 3,
         placement_timeout: float = 600.0,
         stop_grace: float = 10.0,
+        max_machine_replacements: int = 10,
     ) -> None:
         """`config`: any object that can be pickled; instances find it in `current().config`."""
         self.name = name
@@ -198,6 +214,7 @@ class Ensemble:
         self._working_dir = os.path.abspath(working_dir) if working_dir else ""
         self._spread = spread
         self._limits = (max_job_restarts, placement_timeout, stop_grace)
+        self._max_machine_replacements = max_machine_replacements
 
     def build(self, job_uid: str = "") -> EnsemblePlan:
         """Raises `ConfigError` with all that can be known before a cluster is asked."""
@@ -215,6 +232,7 @@ class Ensemble:
                 max_job_restarts=max_job_restarts,
                 placement_timeout=placement_timeout,
                 stop_grace=stop_grace,
+                max_machine_replacements=self._max_machine_replacements,
             )
         )
         uid = job_uid or new_launch()
@@ -258,6 +276,8 @@ class Ensemble:
                 local_world_size=role.per_group,
                 environ=dict(role.env),
                 process_group=role.process_group,
+                machine_group=role.machine_group,
+                is_device_by_rank=role.is_device_by_rank,
                 is_named_as_of_old=role.is_named_as_of_old,
             )
         if entry.kind is not EntryPointKind.COMMAND:
@@ -311,6 +331,7 @@ def _spec_of(role: Role) -> RoleSpec:
         on_failure=role.on_failure,
         max_restarts=role.max_restarts,
         restart_pause=role.restart_pause,
+        max_failures_per_machine=role.max_failures_per_machine,
     )
 
 

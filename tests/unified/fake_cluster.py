@@ -29,6 +29,9 @@ class FakeCluster:
         self.has_room.set()
         self.stubborn: set[str] = set()
         """Roles that end by a kill only."""
+        self.replaceable = asyncio.Event()
+        """Another machine has come."""
+        self.to_replace: list[InstanceId] = []
         self._news = asyncio.Condition()
 
     async def place(self) -> None:
@@ -67,6 +70,11 @@ class FakeCluster:
         if instance in self.made and (is_kill or instance.role not in self.stubborn):
             self.kill(instance, "ended")
         await self._tell()
+
+    async def replace_machine(self, instance: InstanceId) -> bool:
+        self.to_replace.append(instance)
+        await self.replaceable.wait()
+        return True
 
     # What a test does.
 

@@ -25,6 +25,10 @@ _ACTOR: ContextVar[tuple[str, str] | None] = ContextVar("actor", default=None)
 """Whose code runs."""
 
 
+MACHINE = "machine-1"
+"""On which all actors are."""
+
+
 class RayError(Exception):
     pass
 
@@ -88,6 +92,7 @@ class FakeRay:
     def __init__(self) -> None:
         self.actors: dict[tuple[str, str], FakeActor] = {}
         self.keys: dict[bytes, bytes] = {}
+        self.machines = [{"NodeID": MACHINE, "Alive": True, "Labels": {}}]
         self.groups: dict[str, list[dict[str, float]]] = {}
         self.current_actor: FakeActor | None = None
         self.tasks: WeakKeyDictionary[asyncio.Task[Any], tuple[str, str]] = WeakKeyDictionary()
@@ -129,7 +134,10 @@ class FakeRay:
                 task.cancel()
 
     def runtime_context(self) -> Any:
-        return SimpleNamespace(current_actor=self.current_actor)
+        return SimpleNamespace(current_actor=self.current_actor, get_node_id=lambda: MACHINE)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self.machines
 
     def modules(self) -> dict[str, ModuleType]:
         def get_group(name: str) -> str:
@@ -176,6 +184,7 @@ class FakeRay:
             exceptions=exceptions,
             util=util,
             get_runtime_context=self.runtime_context,
+            nodes=self.nodes,
         )
         experimental = _module("ray.experimental", internal_kv=kv)
         return {each.__name__: each for each in (ray, exceptions, util, strategies, experimental, kv)}

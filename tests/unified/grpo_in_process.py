@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import runpy
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -39,11 +38,8 @@ class OneProcess(LoopbackWire):
 
 
 def main(folder: str, num_steps: str, stale: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # alone in its world, so no other has to know the port
     config = pickle.dumps({"stale": int(stale)})
     enter(
         Current(job="grpo", job_uid="uid", role="policy", rank=0, world_size=1, config_data=config, wire=OneProcess())

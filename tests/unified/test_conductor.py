@@ -203,3 +203,21 @@ async def test_a_role_that_raises_again_and_again_ends_the_job_with_its_cause():
             job.cluster.finish(job.cluster.newest("worker"), InstanceBroken("ValueError: 3", f"line {incarnation}"))
         over = await asyncio.wait_for(task, 20)
     assert (over.exit_code, over.reason) == (1, "worker-0 failed: ValueError: 3")
+
+
+async def test_an_instance_gets_another_machine_also_from_the_next_conductor():
+    job = Job()
+    role = RoleSpec(name="worker", on_failure=OnFailure.INSTANCE, max_restarts=9, max_failures_per_machine=0)
+    spec = EnsembleSpec(name="job", roles=(role,))
+    async with job.conducted(spec):
+        await job.cluster.until_running("worker-0#1")
+        job.cluster.kill(job.cluster.newest("worker"))
+        await job.until(lambda: len(job.cluster.to_replace) == 1)
+    async with job.conducted(spec) as task:
+        await job.until(lambda: len(job.cluster.to_replace) == 2)
+        assert job.cluster.to_replace[0] == job.cluster.to_replace[1]
+        assert len(job.cluster.lives) == 1, "it waits for its machine"
+        job.cluster.replaceable.set()
+        await job.cluster.until_running("worker-0#2")
+        job.cluster.finish(job.cluster.newest("worker"))
+        assert (await asyncio.wait_for(task, 20)).exit_code == 0

@@ -22,7 +22,8 @@ from dlrover.unified.runtime.wire import CallHeader, CallRefused, freeze, thaw
 from dlrover.unified.shell.conductor_actor import ConductorActor
 from dlrover.unified.shell.driver import EnsembleHandle
 from dlrover.unified.shell.messages import ACCOUNT, pack
-from tests.unified.fake_ray import FakeActor, FakeRay, RayTaskError, fake_ray
+from tests.unified.conftest import InstallExtension
+from tests.unified.fake_ray import MACHINE, FakeActor, FakeRay, RayTaskError, fake_ray
 
 NAMESPACE = "dlrover/uid"
 
@@ -62,11 +63,11 @@ class Loop:
 
 
 class Job:
-    def __init__(self, ray: FakeRay, folder: Path) -> None:
+    def __init__(self, ray: FakeRay, folder: Path, **more: Any) -> None:
         self.ray = ray
         self.folder = folder
-        roles = [Role.simple("loop", f"{__name__}.Loop", driver=True, on_failure="instance", restart_pause=0.0)]
-        plan = Ensemble("job", roles=roles, config=str(folder)).build("uid")
+        role = Role.simple("loop", f"{__name__}.Loop", driver=True, on_failure="instance", restart_pause=0.0)
+        plan = Ensemble("job", roles=[structs.replace(role, **more)], config=str(folder)).build("uid")
         script = RolePlan(kind=RoleKind.ELASTIC, takes_calls=False)  # calls know of it; no instance of it is made here
         ray.keys[b"uid/plan"] = pack_plan(structs.replace(plan, roles={**plan.roles, "script": script}))
         ray.keys[b"jobs/job"] = b"{}"
@@ -104,9 +105,10 @@ class Job:
 
 
 @asynccontextmanager
-async def job_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Job]:
+async def job_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> AsyncIterator[Job]:
+    """`more`: fields of its role."""
     with fake_ray(monkeypatch) as ray:
-        job = Job(ray, tmp_path)
+        job = Job(ray, tmp_path, **more)
         yield job
         assert ray.actors == {}, "no actor is left"
         assert ray.keys == {}, "no key is left"
@@ -167,3 +169,43 @@ async def test_a_job_is_stopped_or_restarted_by_a_person(tmp_path: Path, monkeyp
         assert await job.conductor.end.remote("a person", 7)
         over, _ = await job.over()
         assert over == JobOver(7, "a person")
+
+
+REPLACES = """
+from pathlib import Path
+import ray
+from dlrover.python.unified.controller.extension import ManagerExtension
+class Cloud(ManagerExtension):
+    async def relaunch_nodes_impl(self, nodes):
+        assert self.manager.status().stage == "RUNNING"
+        ray.nodes()[:] = [{"NodeID": "machine-2", "Alive": True}]
+        return nodes
+"""
+
+
+async def test_an_extension_replaces_the_machine_of_an_instance_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_extension: InstallExtension
+):
+    install_extension(REPLACES, "Cloud")
+    async with job_in(tmp_path, monkeypatch, max_failures_per_machine=0) as job:
+        await job.until(lambda each: each.state == "running")
+        assert job.ray.keys[b"uid/machine/loop-0"] == MACHINE.encode()
+        job.ray.kill(job.ray.get_actor("loop-0.1", NAMESPACE))
+        await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
+        assert f"uid/removed/{MACHINE}".encode() in job.ray.keys
+        (tmp_path / "stop").touch()
+        over, sentences = await job.over()
+        assert over.exit_code == 0
+        assert f"Replaced: {MACHINE}." in sentences
+        assert "The machine of loop-0 was replaced; the instance may start." in sentences
+
+
+async def test_extensions_that_contradict_each_other_end_the_job_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install_extension: InstallExtension
+):
+    twice = REPLACES + REPLACES.replace("class Cloud", "class Cloud2")
+    install_extension(twice, "Cloud", "Cloud2")
+    async with job_in(tmp_path, monkeypatch) as job:
+        over, _ = await job.over()
+        assert over.exit_code == 2
+        assert "Two extensions define relaunch_nodes_impl" in over.report

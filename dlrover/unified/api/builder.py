@@ -15,17 +15,9 @@ from pydantic import TypeAdapter
 
 from dlrover.unified.api.config import DLConfig, new_config
 from dlrover.unified.api.enums import ACCELERATOR_TYPE, DLStreamType, RLRoleType
+from dlrover.unified.api.translate import NO_SET_VARIABLES
 from dlrover.unified.api.workload import WorkloadDesc
 
-NO_SET_VARIABLES = (
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_HABANA_VISIBLE_MODULES",
-    "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES",
-    "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS",
-)
 SHORTEST_GROUP_TIMEOUT = 30
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(WorkloadDesc)
 

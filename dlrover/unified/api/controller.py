@@ -1,15 +1,20 @@
-"""`PrimeMasterApi`: what workers ask of the controller. `ManagerExtension`: what a deployment may add to it."""
+"""`PrimeMasterApi`: what workers ask of the controller."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dlrover.platforms.ray.access import namespace_of
+from dlrover.protocol.errors import ConfigError
+from dlrover.unified.api.enums import DiagnosticResponsibility
 from dlrover.unified.api.worker import ActorInfo, actor_named
+from dlrover.unified.runtime.calls import RoleActor
 from dlrover.unified.runtime.current import current
 from dlrover.unified.shell.messages import ACCOUNT, CONDUCTOR
 
 CALL_TIMEOUT = 60.0
+NAMES_A_CAUSE = (DiagnosticResponsibility.ROOT_CAUSE, DiagnosticResponsibility.RELATED)
 
 
 class PrimeMasterApi:
@@ -21,6 +26,14 @@ class PrimeMasterApi:
 
         status = ACCOUNT.decode(_ask("account")).status
         return MasterStatus(status.stage, status.exit_code, status.num_job_restarts)
+
+    @staticmethod
+    def start() -> None:
+        """It has started before any worker runs."""
+
+    @staticmethod
+    def shutdown() -> None:
+        PrimeMasterApi.stop()
 
     @staticmethod
     def stop() -> None:
@@ -46,18 +59,39 @@ class PrimeMasterApi:
 
     @staticmethod
     def get_actor_info(name: str) -> ActorInfo:
-        actor = actor_named(name)
+        """Raises ValueError for an unknown name."""
+        actor = _known(name)
         return ActorInfo(name=actor.name, role=actor.role, rank=actor.rank)
 
+    @staticmethod
+    def report_actor_restarted(name: str) -> None:
+        """The conductor sees that itself. Raises ValueError for an unknown name."""
+        _known(name)
 
-class ManagerExtension:
-    """Registered under the entry points `dlrover.unified.extension`."""
+    @staticmethod
+    def report_execution_result(name: str, result: object) -> None:
+        """The conductor sees that itself. Raises ValueError for an unknown name."""
+        _known(name)
 
-    manager: Any = None
+    @staticmethod
+    def report_diagnostic_info(name: str, info: Any) -> None:
+        """
+        `info`: `type`, `responsibility`, `code`, `reason` and others, as a dict or an object.
 
-    async def relaunch_nodes_impl(self, nodes: list[Any]) -> list[Any]:
-        """Replace these nodes of the cluster; those that were."""
-        return []
+        With ROOT_CAUSE or RELATED the next failure of the job counts for this worker and its machine. Raises ValueError for an unknown name.
+        """
+        actor = _known(name)
+        told = info if isinstance(info, Mapping) else vars(info)
+        if DiagnosticResponsibility(told.get("responsibility", DiagnosticResponsibility.UNKNOWN)) in NAMES_A_CAUSE:
+            words = [str(told[key]) for key in ("code", "reason") if told.get(key) not in (None, "")]
+            _ask("blame", actor.role, actor.rank, ": ".join(words) or "no reason was given")
+
+
+def _known(name: str) -> RoleActor:
+    try:
+        return actor_named(name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def _ask(method: str, *args: Any) -> Any:

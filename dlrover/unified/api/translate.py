@@ -11,10 +11,21 @@ from dlrover.unified.api.enums import ACCELERATOR_TYPE
 from dlrover.unified.api.workload import CustomWorkloadDesc, ElasticWorkloadDesc
 from dlrover.unified.core.spec import OnFailure
 from dlrover.unified.entry import EntryPointKind, read_entry
-from dlrover.unified.plan import ProcessGroup
+from dlrover.unified.plan import GroupRule, ProcessGroup
 from dlrover.unified.surface import Ensemble, Role
 
 log = logging.getLogger(__name__)
+
+NO_SET_VARIABLES = (
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_HABANA_VISIBLE_MODULES",
+    "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES",
+    "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS",
+)
+"""With them Ray leaves the variables of visible devices alone."""
 
 LATER = 1
 STOP, JOB, ROLE = 0, 1, 2
@@ -44,6 +55,7 @@ def ensemble_of(config: JobConfig) -> Ensemble:
         working_dir=dl.global_envs.get(WORKING_DIR_VARIABLE, ""),
         max_job_restarts=config.job_max_restart,
         placement_timeout=config.master_create_timeout,
+        max_machine_replacements=config.node_max_restart,
     )
 
 
@@ -86,6 +98,7 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
             env=desc.envs,
             options=(f"--max-restarts={desc.max_restart}", *(["--network-check"] if desc.comm_pre_check else [])),
         ).of_old()
+    is_by_rank = desc.rank_based_gpu_selection and gpus > 0
     group = None
     if is_elastic:
         log.info(
@@ -110,7 +123,16 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
         driver=desc.is_driver,
         on_failure=on_failure,
         max_restarts=desc.max_restart,
-        env=desc.envs,
+        env={**(dict.fromkeys(NO_SET_VARIABLES, "true") if is_by_rank else {}), **desc.envs},
         per_group=desc.per_group,
         process_group=group,
-    ).of_old()
+    ).of_old(
+        max_failures_per_machine=desc.per_node_max_failure,
+        machine_group=_machine_group(desc),
+        device_by_rank=is_by_rank,
+    )
+
+
+def _machine_group(desc: Any) -> GroupRule:
+    rule = desc.node_group_failover
+    return GroupRule(label=rule.group_label_key, timeout=rule.timeout) if rule.enabled else GroupRule()

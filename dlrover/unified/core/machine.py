@@ -29,13 +29,16 @@ from dlrover.unified.core.messages import (
     EnsembleStatus,
     EnsembleWait,
     FinishEnsemble,
+    InstanceBlamed,
     InstanceFailed,
     InstanceGone,
     InstanceId,
     InstanceReady,
     InstanceStatus,
     InstanceSucceeded,
+    MachineReplaced,
     PlaceBundles,
+    ReplaceMachine,
     RestartEnsemble,
     RoleStatus,
     RunInstance,
@@ -103,6 +106,8 @@ class EnsembleMachine:
                 effects.append(RunInstance(instance_id))
             elif instance.life is InstanceLife.ENDING:
                 effects.append(EndInstance(instance_id, instance.is_killed))
+            if instance.awaits_machine and state.stage is not StageOfJob.STOPPING:
+                effects.append(ReplaceMachine(instance_id))
         return effects
 
     def status(self) -> EnsembleStatus:
@@ -186,6 +191,12 @@ class EnsembleMachine:
             raise Rejected(f"{name}: the job is over.")
         elif isinstance(command, InstanceReady | InstanceSucceeded | InstanceFailed | InstanceGone):
             self._check_report(command.instance, LIVES[type(command)], name)
+        elif isinstance(command, InstanceBlamed):
+            self._check_report(command.instance, tuple(InstanceLife), name)
+        elif isinstance(command, MachineReplaced):
+            found = state.find(command.instance)
+            if found is None or not found[1].awaits_machine or found[1].incarnation != command.instance.incarnation:
+                raise Rejected(f"{name}: {command.instance} does not wait for a machine.")
         elif isinstance(command, BundlesPlaced) and (state.is_placed or state.stage is not StageOfJob.INIT):
             raise Rejected("The bundles were placed already, or the job ends.")
         elif isinstance(command, StopEnsemble | RestartEnsemble) and state.stage is StageOfJob.STOPPING:
@@ -233,6 +244,11 @@ class EnsembleMachine:
                 self._on_failed(command.instance, command.cause, command.traceback or command.cause)
             case InstanceGone():
                 self._on_gone(command)
+            case InstanceBlamed():
+                self._instance(command.instance).blame = command.reason
+                self._verdicts.append(f"A diagnosis names {command.instance} as a cause: {command.reason}")
+            case MachineReplaced():
+                self._on_machine(command)
             case StopEnsemble():
                 self._stop(command.exit_code, command.reason)
             case RestartEnsemble():
@@ -262,9 +278,48 @@ class EnsembleMachine:
         if self._state.stage is StageOfJob.STOPPING:
             self._end(instance_id)
             return
-        self._recover(role, instance_id, instance)
+        blamed = [(each, known) for each, known in self.instances() if known.blame]
+        for each, known in blamed or [(instance_id, instance)]:
+            if not self._count_on_machine(each, known):
+                return
+        causes = [f"{each}: {known.blame}" for each, known in blamed]
+        for _, known in blamed:
+            known.blame = ""
+        why = instance.cause + (f"; the cause is {', '.join(causes)}" if causes else "")
+        self._recover(role, instance_id, instance, why)
 
-    def _recover(self, role: RoleState, instance_id: InstanceId, instance: Instance) -> None:
+    def _count_on_machine(self, instance_id: InstanceId, instance: Instance) -> bool:
+        """False: the job ends."""
+        instance.num_failures_here += 1
+        limit = self._state.roles[instance_id.role].spec.max_failures_per_machine
+        is_too_much = limit is not None and instance.num_failures_here > limit and not instance.awaits_machine
+        return not is_too_much or self._replace_machine(instance_id, instance)
+
+    def _replace_machine(self, instance_id: InstanceId, instance: Instance) -> bool:
+        """Beside the recovery, which is the same as always: only the creation of this instance waits. False: the job ends."""
+        state = self._state
+        assert state.spec is not None
+        times = f"{instance_id} failed {instance.num_failures_here} times on one machine"
+        most = state.spec.max_machine_replacements
+        if state.num_machine_replacements >= most:
+            self._stop(EXIT_FAILED, f"{times}, and {most} machines were replaced before: {instance.cause}")
+            return False
+        instance.awaits_machine = True
+        self._verdicts.append(f"{times}: the machine is to be replaced.")
+        self._effects.append(ReplaceMachine(instance_id))
+        return True
+
+    def _on_machine(self, command: MachineReplaced) -> None:
+        instance = self._instance(command.instance)
+        instance.awaits_machine = False
+        instance.num_failures_here = 0
+        if command.is_replaced:
+            self._state.num_machine_replacements += 1
+        self._verdicts.append(
+            f"The machine of {command.instance} was {'' if command.is_replaced else 'not '}replaced; the instance may start."
+        )
+
+    def _recover(self, role: RoleState, instance_id: InstanceId, instance: Instance, why: str) -> None:
         """By the cheapest way that is allowed and has budget left."""
         state, spec = self._state, self._state.spec
         assert spec is not None
@@ -276,21 +331,21 @@ class EnsembleMachine:
             way = ESCALATION[way]  # once more would end in the same way
         if way is OnFailure.INSTANCE:
             if instance.budget.take(limit, state.now):
-                self._verdicts.append(f"{instance_id} failed ({instance.cause}): it restarts alone.")
+                self._verdicts.append(f"{instance_id} failed ({why}): it restarts alone.")
                 self._restart(instance_id, pause=instance.budget.pause(role.spec.restart_pause))
                 return
             way = ESCALATION[way]
         if way is OnFailure.ROLE:
             if role.budget.take(limit, state.now):
-                self._verdicts.append(f"{instance_id} failed ({instance.cause}): role {instance_id.role} restarts.")
+                self._verdicts.append(f"{instance_id} failed ({why}): role {instance_id.role} restarts.")
                 self._restart_role(instance_id.role, role, pause=role.budget.pause(role.spec.restart_pause))
                 return
             way = ESCALATION[way]
         if way is OnFailure.JOB and state.budget.take(spec.max_job_restarts, state.now):
-            self._verdicts.append(f"{instance_id} failed ({instance.cause}): the whole job restarts.")
+            self._verdicts.append(f"{instance_id} failed ({why}): the whole job restarts.")
             self._restart_job(pause=state.budget.pause())
             return
-        self._stop(EXIT_FAILED, f"{instance_id} failed: {instance.cause}")
+        self._stop(EXIT_FAILED, f"{instance_id} failed: {why}")
 
     def _restart(self, instance_id: InstanceId, *, pause: Micros = AT_ONCE) -> None:
         instance = self._instance(instance_id)
@@ -373,8 +428,10 @@ class EnsembleMachine:
             if not all(self._is_usable(needed) for needed in role.spec.needs):
                 continue
             for rank, instance in enumerate(role.instances):
-                if instance.life is InstanceLife.ABSENT and instance.start_at <= self._state.now:
+                is_due = instance.start_at <= self._state.now and not instance.awaits_machine
+                if instance.life is InstanceLife.ABSENT and is_due:
                     instance.incarnation += 1
+                    instance.blame = ""
                     instance.life = InstanceLife.STARTING
                     self._effects.append(CreateInstance(InstanceId(name, rank, instance.incarnation)))
 

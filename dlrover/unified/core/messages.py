@@ -84,6 +84,21 @@ class InstanceGone(Struct, tag=True, frozen=True):
     cause: str = ""
 
 
+class InstanceBlamed(Struct, tag=True, frozen=True):
+    """A diagnosis names it as the cause of a failure: of the next one that is reported, whichever instance that hits."""
+
+    instance: InstanceId
+    reason: str
+
+
+class MachineReplaced(Struct, tag=True, frozen=True):
+    """The answer to `ReplaceMachine`."""
+
+    instance: InstanceId
+    is_replaced: bool
+    """False: the machine is the same, because nothing here can replace it or it took too long."""
+
+
 class StopEnsemble(Struct, tag=True, frozen=True):
     reason: str
     exit_code: int = 0
@@ -108,6 +123,8 @@ Command = (
     | InstanceSucceeded
     | InstanceFailed
     | InstanceGone
+    | InstanceBlamed
+    | MachineReplaced
     | StopEnsemble
     | RestartEnsemble
     | TimePassed
@@ -135,6 +152,12 @@ class EndInstance(Struct, tag=True, frozen=True):
     is_kill: bool = False
 
 
+class ReplaceMachine(Struct, tag=True, frozen=True):
+    """Exchange the machine on which this instance ran, if the cluster can. The instance waits for the answer."""
+
+    instance: InstanceId
+
+
 class FinishEnsemble(Struct, tag=True, frozen=True):
     """Nothing of the job runs any more."""
 
@@ -142,7 +165,7 @@ class FinishEnsemble(Struct, tag=True, frozen=True):
     reason: str
 
 
-Effect = PlaceBundles | CreateInstance | RunInstance | EndInstance | FinishEnsemble
+Effect = PlaceBundles | CreateInstance | RunInstance | EndInstance | ReplaceMachine | FinishEnsemble
 
 
 class EnsembleOutcome(Struct, frozen=True):

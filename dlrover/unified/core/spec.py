@@ -46,6 +46,8 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     """Restarts of one instance by itself, and of the role as a whole. One comes back in each hour without a failure."""
     restart_pause: float = 1.0
     """Seconds before the second restart; twice as long before each further one, at most 30. The first one is at once."""
+    max_failures_per_machine: int | None = None
+    """With one failure more, an instance starts again only after the cluster was asked for another machine. None: it never is."""
 
 
 class EnsembleSpec(Struct, frozen=True, kw_only=True):
@@ -56,6 +58,8 @@ class EnsembleSpec(Struct, frozen=True, kw_only=True):
     """Seconds that the job waits for room for all its instances."""
     stop_grace: float = 10.0
     """Seconds that an instance has for its end before it is killed."""
+    max_machine_replacements: int = 10
+    """When another machine is to be replaced after so many, the job ends."""
 
     def role(self, name: str) -> RoleSpec:
         return next(role for role in self.roles if role.name == name)

@@ -78,6 +78,12 @@ class Instance(Struct):
     """Of the traceback of its last failure."""
     num_same: int = 0
     """Failures in a row with that fingerprint."""
+    blame: str = ""
+    """Why a diagnosis names it as the cause of what fails next; empty: none does."""
+    num_failures_here: int = 0
+    """Since its machine was last asked to be replaced."""
+    awaits_machine: bool = False
+    """It starts again when the cluster has answered whether its machine was replaced."""
 
 
 class RoleState(Struct):
@@ -100,6 +106,7 @@ class EnsembleState(Struct):
     budget: Budget = field(default_factory=Budget)
     """Of restarts of the whole job after failures."""
     num_job_restarts: int = 0
+    num_machine_replacements: int = 0
     exit_code: int = 0
     reason: str = ""
     verdict: str = ""

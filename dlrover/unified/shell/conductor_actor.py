@@ -18,14 +18,17 @@ from dlrover.cli.ray.messages import pack as pack_news
 from dlrover.platforms.ray.access import namespace_of
 from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.store import ClusterKeyValues, JobResult, JobStore, Registry
+from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.identity import Micros
 from dlrover.unified.conductor import Conductor
 from dlrover.unified.core.messages import BeginEnsemble, FinishEnsemble, RoleStatus, StageOfJob
+from dlrover.unified.extension import load_extension
 from dlrover.unified.plan import PLAN
 from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.elastic_role import plan_key
 from dlrover.unified.shell.messages import EnsembleAccount, pack
 from dlrover.unified.shell.ray_cluster import RayCluster
+from dlrover.unified.shell.told_events import CONTROLLER, ControllerEvents, ToldEvents
 from dlrover.unified.store import ConductorFenced, EnsembleJournal
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 DELIVERY = 10.0
 """Seconds for a driver that is there to take the result."""
 PID_TIMEOUT = 2.0
+EXIT_REFUSED = 2
 
 
 class ConductorActor:
@@ -117,6 +121,12 @@ class ConductorActor:
         assert self._conductor is not None
         return self._conductor.restart(reason)
 
+    async def blame(self, role: str, rank: int, reason: str) -> bool:
+        """By a diagnosis of a worker. False: the instance is unknown, or the job ends."""
+        await self._has_begun.wait()
+        assert self._conductor is not None
+        return self._conductor.blame(role, rank, reason)
+
     # Its life.
 
     async def _live(self) -> None:
@@ -126,11 +136,24 @@ class ConductorActor:
             return
         plan = PLAN.decode(data)
         self._name = plan.spec.name
-        cluster = self._cluster = RayCluster(plan, say=self._bulletin.say, on_line=self._bulletin.line)
+        extension, refusal = None, ""
+        try:
+            extension = load_extension()
+        except ConfigError as error:
+            refusal = str(error)
+        if plan.is_of_old:  # the historical interface promises its variables to the controller, too
+            os.environ.update({name: value for name, value in plan.environ.items() if name.startswith("DLROVER_")})
+        events = ToldEvents(CONTROLLER, is_told=plan.is_of_old)
+        self._events = ControllerEvents(events)
+        cluster = self._cluster = RayCluster(
+            plan, say=self._bulletin.say, on_line=self._bulletin.line, extension=extension, events=events
+        )
         journal = EnsembleJournal(self._store, self._job_uid)
         conductor = self._conductor = Conductor(journal, cluster, _now)
         conductor.on_verdict = self._bulletin.say
-        tending = start(self._tend(conductor, cluster), self._tasks)
+        if extension is not None:
+            extension.manager = conductor
+        tending = start(self._tend(conductor, cluster, refusal), self._tasks)
         try:
             over = await conductor.conduct(BeginEnsemble(plan.spec))
         except ConductorFenced as error:
@@ -142,15 +165,20 @@ class ConductorActor:
             os._exit(1)
         self._has_begun.set()
         tending.cancel()  # it writes to the store, which is cleared now
+        self._events.look(conductor.status())
         await self._finish(over)
 
-    async def _tend(self, conductor: Conductor, cluster: RayCluster) -> None:
-        """Calls to roles that ended are refused; nothing waits for them."""
+    async def _tend(self, conductor: Conductor, cluster: RayCluster, refusal: str) -> None:
+        """Calls to roles that ended are refused; nothing waits for them. `refusal`: why the job must not run."""
         await conductor.has_begun.wait()
+        if refusal:
+            conductor.stop(refusal, EXIT_REFUSED)
         self._epoch = conductor.epoch
         self._has_begun.set()
+        self._events.begin(conductor.status())
         while True:
             status = conductor.status()
+            self._events.look(status)
             if status.stage in (StageOfJob.STOPPING, StageOfJob.STOPPED):
                 cluster.close_all(f"the job ends: {status.verdict}")
             for role in status.roles:

@@ -202,7 +202,9 @@ class ElasticRole:
         return msgspec.structs.replace(template, job_uid=self.job_uid, job_name=self.job_name, nodes=nodes)
 
     def _environ(self) -> Mapping[str, str]:
+        is_old = self._plan.roles[self._role].is_named_as_of_old
         return {
+            **({"JOB": self._plan.spec.name, "ROLE": self._role} if is_old else {}),
             **self._plan.environ,
             **self._plan.roles[self._role].environ,
             "JOB_UID": self.job_uid,

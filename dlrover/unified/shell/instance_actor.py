@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from dlrover.platforms.ray.access import namespace_of
 from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.store import ClusterKeyValues
@@ -33,6 +35,7 @@ from dlrover.unified.shell.book import Place
 from dlrover.unified.shell.messages import ORDER, InstanceEnd, InstanceOrder, pack
 from dlrover.unified.shell.printed_lines import PrintedLines
 from dlrover.unified.shell.process_group import historical_variables, joined
+from dlrover.unified.shell.told_events import WORKER, ToldEvents
 
 USER_THREAD = "user_main_thread"
 LEAVE_TIMEOUT = 1.0
@@ -50,6 +53,7 @@ class InstanceActor:
         self._current: Current | None = None
         self._place: Place | None = None
         self._user = _UserThread()
+        self._events = ToldEvents(WORKER, is_told=False)
         self._main: Callable[[], Any] | None = None
         self._ready: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._over: asyncio.Future[bytes] | None = None
@@ -66,7 +70,8 @@ class InstanceActor:
         """Until the entry point is imported and calls are taken: an `InstanceEnd` whose cause is empty if that went well."""
         if self._order is None:
             self._order = ORDER.decode(data)
-            self._ready.set_result(pack(await self._make(self._order)))
+            end = await self._make(self._order)
+            self._ready.set_result(pack(structs.replace(end, machine=_machine_id())))
         return await asyncio.shield(self._ready)
 
     async def run(self) -> bytes:
@@ -120,8 +125,6 @@ class InstanceActor:
     # The user's code.
 
     async def _make(self, order: InstanceOrder) -> InstanceEnd:
-        os.environ.update(historical_variables(order) if order.is_named_as_of_old else {})
-        os.environ.update(order.environ)
         loop = asyncio.get_running_loop()
         self._wire = ActorWire(order.job_uid, order.num_ranks, loop, silent_roles=order.silent_roles)
         self._current = Current(
@@ -148,6 +151,9 @@ class InstanceActor:
     def _prepare(self) -> None:
         order = self._order
         assert order is not None
+        os.environ.update(historical_variables(order) if order.is_named_as_of_old else {})
+        os.environ.update(order.environ)
+        self._events = ToldEvents(WORKER, is_told=order.is_named_as_of_old)
         if order.batch:
             from dlrover.unified.runtime.stream_server import StreamServer
 
@@ -155,13 +161,15 @@ class InstanceActor:
         elif order.entry.kind is EntryPointKind.COMMAND:
             self._main = lambda: _run_script(order.entry.words)
         else:
-            module = importlib.import_module(order.entry.module)
+            with self._events.span("#import_user_entrypoint", entrypoint=order.entry.text):
+                module = importlib.import_module(order.entry.module)
             METHODS.export_module(module)
             target = getattr(module, order.entry.attribute)
             if not isinstance(target, type):
                 self._main = target
                 return
-            instance = target()
+            with self._events.span("#instantiate_user_class", entrypoint=order.entry.text):
+                instance = target()
             METHODS.export_object(instance)
             self._main = getattr(instance, "run", None)
             if order.is_driver and self._main is None:
@@ -181,9 +189,10 @@ class InstanceActor:
         assert order is not None
         assert self._main is not None
         with joined(order, self._store) if order.process_group is not None else contextlib.nullcontext():
-            result = self._main()
-            if inspect.isawaitable(result):
-                asyncio.run(_awaited(result))
+            with self._events.span("#running"):
+                result = self._main()
+                if inspect.isawaitable(result):
+                    asyncio.run(_awaited(result))
 
     def _announce(self) -> None:
         order = self._order
@@ -202,6 +211,12 @@ class InstanceActor:
     def _leave(self) -> None:
         if self._wire is not None and self._place is not None:
             self._wire.book.leave(self._place)
+
+
+def _machine_id() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 class _UserThread:

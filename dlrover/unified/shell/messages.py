@@ -36,6 +36,7 @@ class InstanceOrder(Struct, frozen=True, kw_only=True):
     is_driver: bool = False
     process_group: ProcessGroup | None = None
     is_named_as_of_old: bool = False
+    is_device_by_rank: bool = False
 
 
 class InstanceEnd(Struct, frozen=True, kw_only=True):
@@ -44,6 +45,8 @@ class InstanceEnd(Struct, frozen=True, kw_only=True):
     cause: str = ""
     """One line; empty: it returned."""
     traceback: str = ""
+    machine: str = ""
+    """Ray's id of it; told with the answer to `begin`."""
 
 
 class EnsembleAccount(Struct, frozen=True, kw_only=True):

@@ -11,17 +11,22 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from statistics import fmean, median, stdev
 from typing import Any
 
-from dlrover.protocol.errors import JobError
+from dlrover.protocol.errors import ConfigError, JobError
 from dlrover.unified.shell.messages import InstanceOrder
+from dlrover.unified.shell.told_events import ELASTIC_WORKER, ToldEvents
 from dlrover.unified.store import KeyValues
 
 PAUSE = 0.02
+CHECK_ROUNDS = 20
 CHECK_SIZE = 1 << 20
 """Elements of the sum that checks the communication."""
+LEAST_SLOWNESS = 1.1
+"""Of the mean. Ranks that differ by less are equally fast, however small their deviation is."""
 PATIENCE = 300.0
 """Seconds for rank 0 to offer its address."""
 
@@ -42,15 +47,26 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    if torch.cuda.is_available() and (device := os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu")) != "cpu":
+        torch.cuda.set_device(device)
     backend = order.process_group.backend
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=order.process_group.timeout) if order.process_group.timeout else None
-    dist.init_process_group(
-        backend, init_method=f"tcp://{address}", rank=order.rank, world_size=order.num_ranks[order.role], timeout=limit
-    )
+    world_size = order.num_ranks[order.role]
+    events = ToldEvents(ELASTIC_WORKER, is_told=order.is_named_as_of_old)
+    with events.span("#init_process_group", backend=backend):
+        dist.init_process_group(
+            backend, init_method=f"tcp://{address}", rank=order.rank, world_size=world_size, timeout=limit
+        )
     if order.process_group.is_checked:
-        check_communication(order.num_ranks[order.role])
+        with events.span("#comm_check") as span:
+            seconds = check_communication(world_size)
+            if span is not None:
+                span.extra_args(result=seconds[order.rank])
+        if order.rank == 0 and (slow := stragglers(seconds)):
+            shown = ", ".join(f"rank {rank} took {seconds[rank]:g} s" for rank in slow)
+            print(f"Role {order.role}: slow in the communication check: {shown}; the median is {median(seconds):g} s.")
     try:
         yield
     finally:
@@ -58,26 +74,64 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def check_communication(world_size: int) -> float:
-    """Seconds that one multiplication and one sum over all instances took. Raises `JobError`: the role starts again then."""
+def check_communication(world_size: int) -> list[float]:
+    """Seconds that each rank needed for its multiplications. Raises `JobError` if they or a sum over all fail: the role starts again then."""
     import torch
     import torch.distributed as dist
 
-    began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
     matrix = torch.eye(256, device=device)
-    total = torch.ones(CHECK_SIZE, device=device) * (matrix @ matrix)[0, 0]
+    began = time.monotonic()
+    for _ in range(CHECK_ROUNDS):
+        matrix = matrix @ matrix
+    first = matrix[0, 0].item()  # what runs on a device has ended then
+    mine = torch.tensor([time.monotonic() - began], device=device)
+    all_ = [torch.zeros_like(mine) for _ in range(world_size)]
+    total = torch.ones(CHECK_SIZE, device=device) * first
     try:
         dist.all_reduce(total)
+        dist.all_gather(all_, mine)
     except RuntimeError as error:
         raise JobError(f"The communication check failed: {error}") from error
     if total[0].item() != world_size or total[-1].item() != world_size:
         raise JobError(f"The communication check summed to {total[0].item():g} over {world_size} instances.")
-    return round(time.monotonic() - began, 3)
+    return [round(each.item(), 3) for each in all_]
+
+
+def stragglers(seconds: Sequence[float]) -> list[int]:
+    """
+    Ranks that are far slower than the others; empty for fewer than three.
+
+    The two fastest are normal. So is the next one, if it is within the mean and three standard deviations of those before it. The first that is
+    not, and all slower ones, are stragglers.
+    """
+    order = sorted(range(len(seconds)), key=lambda rank: seconds[rank])
+    for place in range(2, len(order)):
+        normal = [seconds[rank] for rank in order[:place]]
+        limit = max(fmean(normal) + 3 * stdev(normal), LEAST_SLOWNESS * fmean(normal))
+        if seconds[order[place]] > limit:
+            return sorted(order[place:])
+    return []
+
+
+def torch_device(*, gpus: Sequence[str], visible: str | None, local_rank: int, is_by_rank: bool) -> str:
+    """`gpus`: ids that Ray gave to this instance. `visible`: CUDA_VISIBLE_DEVICES. Raises `ConfigError`."""
+    if is_by_rank:
+        return f"cuda:{local_rank}"
+    if not gpus:
+        return "cpu"
+    if visible is None:
+        return f"cuda:{gpus[0]}"
+    ids = [each.strip() for each in visible.split(",")]
+    if gpus[0] not in ids:
+        raise ConfigError(
+            f"Ray gave GPU {gpus[0]} to this instance, and CUDA_VISIBLE_DEVICES={visible} does not have it. Change the variable of the role."
+        )
+    return f"cuda:{ids.index(gpus[0])}"
 
 
 def historical_variables(order: InstanceOrder) -> dict[str, str]:
-    """By which scripts of the original know who they are."""
+    """By which scripts of the original know who they are. Raises `ConfigError`."""
     return {
         "JOB": order.job,
         "ROLE": order.role,
@@ -96,11 +150,14 @@ def historical_name(role: str, rank: int, world_size: int, local_world_size: int
 
 
 def _device(order: InstanceOrder) -> str:
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    if not visible:
-        return "cpu"
-    local_rank = order.rank % order.local_world_size
-    return f"cuda:{local_rank if len(visible) > local_rank else 0}"
+    import ray
+
+    return torch_device(
+        gpus=[str(each) for each in ray.get_gpu_ids()],
+        visible=order.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")),
+        local_rank=order.rank % order.local_world_size,
+        is_by_rank=order.is_device_by_rank,
+    )
 
 
 def _coordinator(order: InstanceOrder, store: KeyValues) -> tuple[str, Any]:

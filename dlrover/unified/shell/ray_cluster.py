@@ -19,15 +19,18 @@ from dlrover.platforms.ray.store import ClusterKeyValues
 from dlrover.unified.conductor import InstanceBroken
 from dlrover.unified.core.messages import InstanceId
 from dlrover.unified.entry import EntryPoint, EntryPointKind
+from dlrover.unified.extension import ManagerExtension, NodeInfo
 from dlrover.unified.layout import CPU, GPU, MEMORY
 from dlrover.unified.plan import EnsemblePlan, RoleKind
 from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.book import KeyBook
 from dlrover.unified.shell.elastic_role import ElasticRole
 from dlrover.unified.shell.instance_actor import InstanceActor
+from dlrover.unified.shell.machine_replacement import Machine, MachineReplacement
 from dlrover.unified.shell.messages import END, InstanceOrder, pack
 from dlrover.unified.shell.printed_lines import LINES
 from dlrover.unified.shell.room import JobRoom
+from dlrover.unified.shell.told_events import ToldEvents
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +41,23 @@ FOREVER = asyncio.Event
 
 class RayCluster:
     def __init__(
-        self, plan: EnsemblePlan, *, say: Callable[[str], None], on_line: Callable[[str, bytes, bool], None]
+        self,
+        plan: EnsemblePlan,
+        *,
+        say: Callable[[str], None],
+        on_line: Callable[[str, bytes, bool], None],
+        extension: ManagerExtension | None,
+        events: ToldEvents,
     ) -> None:
         self._plan = plan
         self._say = say
         self._on_line = on_line
+        self._events = events
         self._namespace = namespace_of(plan.job_uid)
         self._store = ClusterKeyValues()
         self._book = KeyBook(self._store, plan.job_uid)
         self.room = JobRoom(plan, say)
+        self._replacement = MachineReplacement(extension, living_machines, self._store, plan.job_uid, say=say)
         self._made: dict[InstanceId, asyncio.Future[Any]] = {}
         """Actors, and hosts of elastic roles; asked for by this conductor or found."""
         self._ended: set[InstanceId] = set()
@@ -54,7 +65,8 @@ class RayCluster:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def place(self) -> None:
-        await self.room.place()
+        with self._events.span("#creating_placement_group"):
+            await self.room.place()
 
     async def create(self, instance: InstanceId) -> None:
         made = self._coming(instance)
@@ -132,6 +144,12 @@ class RayCluster:
             return
         with contextlib.suppress(ray.exceptions.RayError):  # it ends before it answers
             await found.end.remote()
+
+    async def replace_machine(self, instance: InstanceId) -> bool:
+        machine = self._store.get(self._machine_key(instance))
+        if machine is None:
+            return False
+        return await self._replacement.replace(machine.decode(), self._plan.roles[instance.role].machine_group)
 
     def close_role(self, role: str, why: str) -> None:
         """Calls to it are refused from now on, and do not wait."""
@@ -261,6 +279,7 @@ class RayCluster:
             is_driver=plan.spec.role(instance.role).is_driver,
             process_group=role.process_group,
             is_named_as_of_old=role.is_named_as_of_old,
+            is_device_by_rank=role.is_device_by_rank,
         )
 
     async def _call(self, instance: InstanceId, actor: Any, method: str, *args: bytes) -> None:
@@ -281,6 +300,8 @@ class RayCluster:
                 await FOREVER().wait()  # `gone` tells
             except ray.exceptions.RayTaskError as error:
                 raise InstanceBroken(_cause(error), type(error.cause).__name__) from error
+        if end.machine:
+            self._store.put(self._machine_key(instance), end.machine.encode())
         if end.cause:
             raise InstanceBroken(end.cause, end.traceback)
 
@@ -295,11 +316,31 @@ class RayCluster:
             return False
         return True
 
+    def _machine_key(self, instance: InstanceId) -> str:
+        """On which the newest life of it is."""
+        return f"{self._plan.job_uid}/machine/{instance.role}-{instance.rank}"
+
     def _mark(self, what: str, instance: InstanceId) -> None:
         self._store.put(f"{self._plan.job_uid}/{what}/{_name(instance)}", b"1")
 
     def _is_marked(self, what: str, instance: InstanceId) -> bool:
         return self._store.get(f"{self._plan.job_uid}/{what}/{_name(instance)}") is not None
+
+
+def living_machines() -> dict[str, Machine]:
+    """By Ray's id."""
+    import ray
+
+    return {
+        each["NodeID"]: Machine(
+            node=NodeInfo(
+                id=each["NodeID"], host=each.get("NodeManagerHostname", ""), ip=each.get("NodeManagerAddress", "")
+            ),
+            labels=each.get("Labels") or {},
+        )
+        for each in ray.nodes()
+        if each["Alive"]
+    }
 
 
 BEGUN_TIMEOUT = 2.0

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from dlrover.python.unified.api.runtime import DataQueue, RoleGroup, create_rpc_proxy, current_worker, rpc
+from dlrover.python.unified.api.runtime import (
+    DataQueue,
+    PrimeMasterApi,
+    RoleGroup,
+    create_rpc_proxy,
+    current_worker,
+    rpc,
+)
 
 from dlrover.unified.runtime.current import current, is_inside
 
@@ -21,6 +28,8 @@ def train() -> None:
     """Two ranks and more, one sum, until its file `stop` is there."""
     me = current_worker().actor_info
     assert (os.environ["RANK"], os.environ["ROLE"]) == (str(me.rank), me.role)
+    names = ("JOB", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "ACCELERATE_TORCH_DEVICE")
+    assert [os.environ[name] for name in names] == ["old", str(me.local_rank), "2", str(me.rank // 2), "cpu"]
     value = torch.ones(1)
     dist.all_reduce(value)
     assert value.item() == dist.get_world_size() == int(os.environ["WORLD_SIZE"])
@@ -76,7 +85,31 @@ class Trainer:
         putting.result(30)
         assert found == list(range(10))
         assert queue.get_nowait() == []
+        ask_the_controller()
         (folder() / "trainer").write_text("done")
+
+
+def ask_the_controller() -> None:
+    assert PrimeMasterApi.get_status().stage == "RUNNING"
+    assert PrimeMasterApi.get_all_roles() == ["TRAINER", "ACTOR", "ROLLOUT"]
+    assert [each.rank for each in PrimeMasterApi.get_workers_by_role("ROLLOUT")] == [0, 1]
+    assert PrimeMasterApi.get_workers_by_role("CRITIC", optional=True) == []
+    assert PrimeMasterApi.get_actor_info("ROLLOUT_2-1_1-0").rank == 1
+    PrimeMasterApi.report_diagnostic_info(
+        "ROLLOUT-1", {"responsibility": "ROOT_CAUSE", "code": 7, "reason": "its device is hot"}
+    )
+    PrimeMasterApi.report_diagnostic_info("ROLLOUT-0", {"responsibility": "BE_AFFECTED", "reason": "it waits"})
+    for ask in (
+        lambda: PrimeMasterApi.get_workers_by_role("CRITIC"),
+        lambda: PrimeMasterApi.get_actor_info("CRITIC-0"),
+        lambda: PrimeMasterApi.report_execution_result("CRITIC-0", {"result": "SUCCESS"}),
+        lambda: PrimeMasterApi.report_diagnostic_info("ROLLOUT-0", {"responsibility": "NOBODY"}),
+    ):
+        try:
+            ask()
+        except ValueError:
+            continue
+        raise AssertionError("what the job does not have was taken")
 
 
 class Actor:

@@ -70,10 +70,11 @@ def test_a_communication_check_that_fails_once_restarts_the_role(lab: RayLab, tm
     lab.await_nothing_left()
 
 
-def test_a_job_of_reinforcement_learning_as_of_old(lab: RayLab, tmp_path: Path):
-    """Scenario 10, queues, proxies, and a submission that does not wait."""
+def test_a_job_of_reinforcement_learning_as_of_old(lab: RayLab, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Scenario 10, queues, proxies, questions to the controller, and a submission that does not wait."""
     job = (
         RLJobBuilder().node_num(2).device_per_node(2).device_type("CPU").config({"folder": str(tmp_path)})
+        .global_env({"DLROVER_EVENT_FILE_DIR": str(tmp_path / "events")})
         .trainer(f"{OLD}.Trainer").resource(cpu=0.5)
         .actor(f"{OLD}.Actor").total(1).resource(cpu=0.5)
         .rollout(f"{OLD}.Rollout").total(2).resource(cpu=0.5)
@@ -81,6 +82,19 @@ def test_a_job_of_reinforcement_learning_as_of_old(lab: RayLab, tmp_path: Path):
     )  # fmt: skip
     code = job.submit("rl", blocking=False)
     assert code == 0
-    assert code.wait(120) == 0, code.handle.report
+    assert code.handle.wait(120, show=True) == 0, code.handle.report
+    assert code.wait() == 0
+    said = capsys.readouterr().err
+    assert "A diagnosis names ROLLOUT-1 as a cause: 7: its device is hot" in said
+    assert "ROLLOUT-0 as a cause" not in said
     assert (tmp_path / "trainer").read_text() == "done"
     lab.await_nothing_left(code.handle.job_uid)
+
+    # Tools of the original follow the job by its events.
+    events = "".join(path.read_text() for path in (tmp_path / "events").glob("events_[0-9]*_*.log"))
+    for target, names in {
+        "DLROVER_Controller": "inited creating_placement_group stage_changed stop_requested stopping",
+        "DLROVER_worker": "import_user_entrypoint instantiate_user_class running",
+        "DLROVER_elastic_worker": "init_process_group comm_check",
+    }.items():
+        assert [name for name in names.split() if f"[{target}] [#{name}]" not in events] == []

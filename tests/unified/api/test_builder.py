@@ -16,7 +16,7 @@ from dlrover.python.unified.common.config import DLConfig, JobConfig
 from dlrover.python.unified.common.workload_desc import NodeGroupFailoverDesc, ResourceDesc, SimpleWorkloadDesc
 
 from dlrover.unified.api.config import new_config
-from dlrover.unified.api.translate import ensemble_of
+from dlrover.unified.api.translate import NO_SET_VARIABLES, ensemble_of
 from dlrover.unified.core.spec import OnFailure
 from dlrover.unified.plan import RoleKind
 
@@ -119,6 +119,11 @@ def test_the_timeout_of_a_group_of_nodes_has_one_limit(timeout: int, is_taken: b
     job = builder().role("a").run(ENTRY).enable_node_group_failover("rack", timeout).build()
     found = job.workloads["a"].node_group_failover
     assert (found.enabled, found.timeout) == ((True, timeout) if is_taken else (False, 300))
+    plan = ensemble_of(job_config(job, node_max_restart=4)).build("uid")
+    rule = plan.roles["a"].machine_group
+    assert (rule.label, rule.timeout) == (("rack", timeout) if is_taken else ("", 300))
+    assert plan.spec.role("a").max_failures_per_machine == 3
+    assert plan.spec.max_machine_replacements == 4
     if not is_taken:
         with pytest.raises(ValueError, match="greater than or equal to 30"):
             NodeGroupFailoverDesc(timeout=timeout)
@@ -212,3 +217,26 @@ def test_old_names_of_fields_are_taken():
     assert (resource.memory, resource.accelerator, resource.user_defined) == (2, 3, {"x": 1})
     desc = SimpleWorkloadDesc.model_validate({"num": 4, "res": {"cpu": 1}, "env": {"A": "1"}, "entrypoint": "a.b"})
     assert (desc.total, desc.envs, desc.entry_point) == (4, {"A": "1"}, "a.b")
+
+
+@pytest.mark.parametrize("device_type", ["GPU", "CPU"])
+def test_devices_are_chosen_by_rank_where_instances_share_them(device_type: str, caplog: pytest.LogCaptureFixture):
+    """Ray sets no visible devices then, also if two roles have half of each. Without it Ray may give one device to two of them."""
+    chain: Any = builder().device_per_node(8).device_type(device_type)
+    for name in ("a", "b"):
+        chain = chain.role(name).train(ENTRY).nnodes(2).nproc_per_node(8).resource(accelerator=0.5)
+    job = chain.build()
+    ensemble_of(job_config(job))
+    assert ("may give one GPU to two of them" in caplog.text) is (device_type == "GPU")
+    job.workloads["a"].rank_based_gpu_selection = True
+    plan = ensemble_of(job_config(job)).build("uid")
+    is_gpu = device_type == "GPU"
+    assert [plan.roles[name].is_device_by_rank for name in ("a", "b")] == [is_gpu, False]
+    assert (plan.roles["a"].environ == dict.fromkeys(NO_SET_VARIABLES, "true")) is is_gpu
+    assert plan.roles["b"].environ == {}
+
+
+def test_ray_can_be_kept_from_setting_visible_devices():
+    job = builder().role("a").run(ENTRY).disable_ray_auto_visible_device().env({"X": "1"}).build()
+    assert job.workloads["a"].envs == {**dict.fromkeys(NO_SET_VARIABLES, "true"), "X": "1"}
+    assert len(NO_SET_VARIABLES) == 7

@@ -16,12 +16,15 @@ from dlrover.unified.core.messages import (
     Effect,
     EndInstance,
     FinishEnsemble,
+    InstanceBlamed,
     InstanceFailed,
     InstanceGone,
     InstanceId,
     InstanceReady,
     InstanceSucceeded,
+    MachineReplaced,
     PlaceBundles,
+    ReplaceMachine,
     RestartEnsemble,
     RunInstance,
     StageOfJob,
@@ -85,6 +88,8 @@ def short(effect: Effect) -> str:
             return f"run {instance}{number(instance)}"
         case EndInstance(instance, is_kill):
             return f"{'kill' if is_kill else 'end'} {instance}{number(instance)}"
+        case ReplaceMachine(instance):
+            return f"replace the machine of {instance}{number(instance)}"
         case FinishEnsemble(exit_code, reason):
             return f"finish {exit_code}: {reason}"
 
@@ -270,3 +275,61 @@ def test_a_description_that_makes_no_sense_is_said(roles: tuple[RoleSpec, ...], 
     assert sentence in str(error.value)
     with pytest.raises(Rejected):
         EnsembleMachine().apply(BeginEnsemble(spec), Micros(0))
+
+
+def test_an_instance_that_fails_too_often_on_one_machine_waits_for_another():
+    """Spec 11, §14. The others of its job go on meanwhile."""
+    worker = RoleSpec(name="worker", count=2, on_failure=OnFailure.INSTANCE, max_restarts=9, max_failures_per_machine=1)
+    stage = Stage(worker, max_machine_replacements=1)
+    stage.begin()
+    assert stage.gone("worker-0") == ["create worker-0#2"], "once is no reason"
+    assert stage.gone("worker-0", 2) == ["replace the machine of worker-0#2"]
+    assert stage.later(60) == [], "whatever its pause was"
+    assert stage.gone("worker-1") == ["create worker-1#2"]
+    assert short_all(stage.machine.open_effects()) == ["replace the machine of worker-0#2", "create worker-1#2"]
+    with pytest.raises(Rejected, match="worker-1 does not wait for a machine"):
+        stage.tell(MachineReplaced(id_of("worker-1", 2), is_replaced=True))
+    assert stage.tell(MachineReplaced(id_of("worker-0", 2), is_replaced=False)) == ["create worker-0#3"]
+    with pytest.raises(Rejected, match="does not wait"):
+        stage.tell(MachineReplaced(id_of("worker-0", 2), is_replaced=False))
+
+    # What was not replaced is not counted; the machine has its failures again.
+    assert stage.tell(InstanceGone(id_of("worker-0", 3), "killed")) == []
+    assert stage.later(60) == ["create worker-0#4"]
+    assert stage.gone("worker-0", 4) == ["replace the machine of worker-0#4"]
+    assert stage.later(60) == []
+    assert stage.tell(MachineReplaced(id_of("worker-0", 4), is_replaced=True)) == ["create worker-0#5"]
+    assert stage.machine.state.num_machine_replacements == 1
+
+    # One machine was all that the job may have.
+    assert stage.gone("worker-1", 2) == ["end worker-0#5"]
+    assert stage.machine.state.reason.startswith(
+        "worker-1 failed 2 times on one machine, and 1 machines were replaced before"
+    )
+    assert stage.gone("worker-0", 5)[-1].startswith("finish 1: worker-1 failed 2 times")
+
+
+def short_all(effects: list[Effect]) -> list[str]:
+    return [short(effect) for effect in effects]
+
+
+def test_a_failure_counts_for_the_machine_of_the_instance_that_a_diagnosis_names():
+    """Spec 11, §19, row 4. Without a diagnosis it counts for the instance that failed."""
+    worker = RoleSpec(name="worker", count=2, on_failure=OnFailure.ROLE, max_failures_per_machine=0, max_restarts=0)
+    stage = Stage(worker, max_job_restarts=1)
+    stage.begin()
+    stage.tell(InstanceBlamed(id_of("worker-1"), "its link loses packets"))
+    assert stage.fail("worker-0") == ["replace the machine of worker-1", "end worker-0", "end worker-1"]
+    assert stage.machine.status().verdict == (
+        "worker-0 failed (ValueError: 1; the cause is worker-1: its link loses packets): the whole job restarts."
+    )
+    assert stage.gone("worker-0") + stage.gone("worker-1") == ["create worker-0#2"]
+    with pytest.raises(Rejected, match="came too late"):
+        stage.tell(InstanceBlamed(id_of("worker-0"), "of a former life"))
+    assert stage.tell(MachineReplaced(id_of("worker-1"), is_replaced=True)) == ["create worker-1#2"]
+
+    # What was said has been used up.
+    for name in ("worker-0", "worker-1"):
+        stage.tell(InstanceReady(id_of(name, 2)))
+    assert stage.fail("worker-0", 2)[0] == "replace the machine of worker-0#2"
+    assert stage.machine.state.reason == "worker-0 failed: ValueError: 1"

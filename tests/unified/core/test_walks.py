@@ -10,8 +10,8 @@ import pytest
 
 from dlrover.protocol.messages.identity import Micros
 from dlrover.unified.core.machine import AT_ONCE, EnsembleMachine
-from dlrover.unified.core.messages import CreateInstance, InstanceGone, InstanceId
-from dlrover.unified.core.state import InstanceLife, RoleState
+from dlrover.unified.core.messages import CreateInstance, InstanceGone, InstanceId, MachineReplaced
+from dlrover.unified.core.state import Instance, InstanceLife, RoleState
 from tests.unified.core.walks import Walk
 
 NUM_WALKS = 1500
@@ -81,7 +81,27 @@ class Restarting(EnsembleMachine):
         return [effect for effect in super().open_effects() if not isinstance(effect, CreateInstance)]
 
 
-@pytest.mark.parametrize("mutant", [Spendthrift, SpendthriftOfRoles, Hasty, Impatient, Forgetful, Restarting])
+class Careless(EnsembleMachine):
+    """Does not wait for another machine."""
+
+    def _replace_machine(self, instance_id: InstanceId, instance: Instance) -> bool:
+        goes_on = super()._replace_machine(instance_id, instance)
+        instance.awaits_machine = False
+        return goes_on
+
+
+class Wasteful(EnsembleMachine):
+    """Counts no machine."""
+
+    def _on_machine(self, command: MachineReplaced) -> None:
+        super()._on_machine(command)
+        self._state.num_machine_replacements = 0
+
+
+MUTANTS = [Spendthrift, SpendthriftOfRoles, Hasty, Impatient, Forgetful, Restarting, Careless, Wasteful]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_walks_find_a_machine_that_decides_wrongly(mutant: type[EnsembleMachine]):
     found = 0
     for seed in range(NUM_WALKS):

@@ -27,12 +27,15 @@ from dlrover.unified.core.messages import (
     EndInstance,
     EnsembleOutcome,
     FinishEnsemble,
+    InstanceBlamed,
     InstanceFailed,
     InstanceGone,
     InstanceId,
     InstanceReady,
     InstanceSucceeded,
+    MachineReplaced,
     PlaceBundles,
+    ReplaceMachine,
     RestartEnsemble,
     RunInstance,
     StageOfJob,
@@ -63,6 +66,8 @@ class Walk:
         self.running: set[InstanceId] = set()
         self.asked_to_end: set[InstanceId] = set()
         self.created: Counter[Slot] = Counter()
+        self.awaiting_machines: set[Slot] = set()
+        self.num_machines = 0
         self.num_restarts_by_person = 0
         self.finished: FinishEnsemble | None = None
 
@@ -97,8 +102,10 @@ class Walk:
             self.tell_if_fitting(RestartEnsemble("a person wants it"))
         elif chance < 0.83:
             self.tell_if_fitting(StopEnsemble("a person wants it"))
-        elif chance < 0.88:
+        elif chance < 0.86:
             self.tell_late_report()
+        elif chance < 0.88:
+            self.tell_if_fitting(InstanceBlamed(self.chance.choice(list(self.machine.instances()))[0], "a bad device"))
         else:
             self.pass_time(self.chance.choice([0.0, 0.5, 3.0, 40.0, 700.0, 2 * HOUR]))
 
@@ -129,6 +136,8 @@ class Walk:
                     self.lose(instance)
                 else:  # it was gone before it was asked
                     self.tell_if_fitting(InstanceGone(instance))
+            case ReplaceMachine(instance):
+                self.replace_machine(instance)
             case FinishEnsemble():
                 self.finished = effect
 
@@ -145,6 +154,12 @@ class Walk:
             self.tell_if_fitting(InstanceFailed(instance, "it cannot be imported"))
         else:
             self.tell_if_fitting(InstanceReady(instance))
+
+    def replace_machine(self, instance: InstanceId) -> None:
+        self.awaiting_machines.discard(slot(instance))
+        is_replaced = self.chance.random() < 0.5
+        if self.tell_if_fitting(MachineReplaced(instance, is_replaced)):
+            self.num_machines += is_replaced
 
     def lose(self, instance: InstanceId) -> None:
         """Its process ends."""
@@ -216,7 +231,12 @@ class Walk:
                 for rank in range(self.spec.role(needed).count):
                     life = self.machine.state.roles[needed].instances[rank].life
                     assert life in ("ready", "running", "succeeded", "finished"), f"{effect} needs {needed}-{rank}"
+            assert slot(effect.instance) not in self.awaiting_machines, f"{effect} before its machine was replaced"
             self.created[slot(effect.instance)] += 1
+        if isinstance(effect, ReplaceMachine):
+            assert slot(effect.instance) not in self.awaiting_machines, f"{effect} is asked for twice"
+            assert self.num_machines < self.spec.max_machine_replacements, "more machines than the job may have"
+            self.awaiting_machines.add(slot(effect.instance))
         if isinstance(effect, FinishEnsemble):
             assert self.machine.stage is StageOfJob.STOPPED
 
@@ -258,10 +278,16 @@ def random_spec(chance: random.Random) -> EnsembleSpec:
                 is_driver=place == 0 or chance.random() < 0.4,
                 on_failure=chance.choice(list(OnFailure)),
                 max_restarts=chance.randint(0, 3),
+                max_failures_per_machine=chance.choice([None, None, 0, 1]),
             )
         )
     chance.shuffle(roles)
-    return EnsembleSpec(name="walk", roles=tuple(roles), max_job_restarts=chance.randint(0, 3))
+    return EnsembleSpec(
+        name="walk",
+        roles=tuple(roles),
+        max_job_restarts=chance.randint(0, 3),
+        max_machine_replacements=chance.randint(0, 2),
+    )
 
 
 def main() -> None:
