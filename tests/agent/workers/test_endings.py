@@ -78,6 +78,43 @@ async def test_the_end_of_an_agent_waits_until_nothing_is_left(
         assert all(map(is_gone, pids))
 
 
+LEAVES_A_THREAD = """
+    import ctypes, os, platform, sys, threading, time
+    def stay():
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
+        os._exit(3)
+    threading.Thread(target=stay).start()
+    EXIT_OF_ONE_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]
+    ctypes.CDLL(None).syscall(EXIT_OF_ONE_THREAD, 3)
+    """
+"""Its main thread ends, and what it has stays until its other thread ends: as if the kernel took long to free it."""
+MORE_THAN_FIT = 1 << 40
+
+
+async def test_new_workers_wait_for_an_ended_one_only_if_they_need_its_memory(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    script = write(tmp_path / "train.py", LEAVES_A_THREAD)
+    config = make_config(tmp_path / "rt", script, str(tmp_path / "go"), local_world_size=1)
+    async with group_of(spawner, tree, config, watch=WorkerWatch(config.watch)) as group:
+        (pid,) = group.pids
+        tree.note_sizes()
+        outcome = await asyncio.wait_for(group.wait(), DEADLINE)
+        assert isinstance(outcome, Failed)
+        assert [failure.exit_code for failure in outcome.failures] == [3]
+        await asyncio.wait_for(tree.room(1), DEADLINE)
+        assert not is_gone(pid)
+        assert "new workers wait" not in caplog.text
+        waiting = asyncio.create_task(tree.room(MORE_THAN_FIT))
+        await until(lambda: f"new workers wait for pid {pid}: its memory" in caplog.text or waiting.done())
+        assert not waiting.done()
+        (tmp_path / "go").touch()
+        await asyncio.wait_for(waiting, DEADLINE)
+        assert is_gone(pid)
+
+
 async def test_a_worker_that_becomes_another_program_lives_on(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
