@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the floor forks, and numpy would start threads
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["COUNTING_PACE"] = "0.05"
+os.environ["COUNTING_RECORDS"] = "1000000"  # each has a number in the model, of ours and of the floor alike
 
 PATIENCE = 300.0
 RATIO = 1.3
@@ -46,9 +47,8 @@ def main() -> int:
         ours, theirs = Path(name) / "ours", Path(name) / "floor"
         ours.mkdir()
         theirs.mkdir()
-        job = ClusterJob(
-            ours, "--ps", "2", "--chief", "1", "--nodes", "2", records=10_000_000, pace=0.05, save_steps=20
-        )
+        shape = ("--ps", "2", "--chief", "1", "--nodes", "2")
+        job = ClusterJob(ours, *shape, save_steps=20, keep=5, is_watched=0)
         try:
             with Floor(theirs) as floor:
                 for kill in range(1, options.kills + 1):
