@@ -7,7 +7,8 @@ the next ones, which restore the last checkpoint. No master, no agent, no journa
     with Floor(directory) as floor:
         floor.kill_server()     # forks the next version
 
-`CoordinatedFloor` does the same with a coordinator: what trains is the chief alone, workers serve.
+`CoordinatedFloor` does the same with a coordinator: what trains is the chief alone, workers serve. `OriginalFlow` is no floor: there the server comes back at its
+former address, and TensorFlow recovers by itself in chief and workers, as in the original.
 """
 
 from __future__ import annotations
@@ -134,10 +135,39 @@ class CoordinatedFloor(Floor):
         self._others = [*workers, self._chief]
 
 
-def _serve(kind: str, rank: int, writer: int) -> None:
+class OriginalFlow(Floor):
+    """Chief and workers live on. Its server is forked at once, where a pod would have to be made and to import TensorFlow."""
+
+    def kill_server(self) -> float:
+        at = time.time()
+        os.kill(self._servers[0], signal.SIGKILL)
+        os.waitpid(self._servers[0], 0)
+        reader, writer = os.pipe()
+        port = int(self._addresses[0].rpartition(":")[2])
+        self._servers[0] = self._fork("ps", 0, lambda: _serve("ps", 0, writer, port))
+        os.read(reader, 256)
+        os.close(reader)
+        os.close(writer)
+        return at
+
+    def begin_anew(self) -> None:
+        """With fresh processes everywhere, for one that did not recover."""
+        self._end_all()
+        self._fork_all()
+
+    def _fork_others(self, addresses: tuple[str, ...]) -> None:
+        self._addresses = addresses
+        names = [("chief", 0), *(("worker", rank) for rank in range(NUM_WORKERS))]
+        self._others = [
+            self._fork(kind, rank, lambda k=kind, r=rank: _train_alone(k, r, addresses, self.directory))
+            for kind, rank in names
+        ]
+
+
+def _serve(kind: str, rank: int, writer: int, port: int = 0) -> None:
     from dlrover.trainer.tensorflow.server import TaskServer
 
-    server = TaskServer(kind, rank, "127.0.0.1")
+    server = TaskServer(kind, rank, "127.0.0.1", port)
     os.write(writer, server.address.encode())
     server.serve()
 
@@ -187,12 +217,42 @@ def _train(kind: str, rank: int, servers: tuple[str, ...], directory: Path, is_r
         hooks = [counting_conf.Steps(), *([Tell()] if kind == "chief" else [])]
         return spec._replace(training_hooks=hooks, scaffold=WaitingScaffold(wait, lambda: os._exit(0)))
 
-    def numbers() -> Any:
-        rows = tf.data.Dataset.range(counting_conf.NUM_RECORDS).repeat().batch(10)
-        ids = v1.data.make_one_shot_iterator(rows).get_next()
-        return {"id": ids}, tf.ones_like(ids)
+    tf.estimator.Estimator(model_fn, config=config).train(_numbers)
 
-    tf.estimator.Estimator(model_fn, config=config).train(numbers)
+
+def _numbers() -> Any:
+    import counting_conf
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.range(counting_conf.NUM_RECORDS).repeat().batch(10)
+    ids = tf.compat.v1.data.make_one_shot_iterator(rows).get_next()
+    return {"id": ids}, tf.ones_like(ids)
+
+
+def _train_alone(kind: str, rank: int, servers: tuple[str, ...], directory: Path) -> None:
+    """TensorFlow's own saves, restores and waits: the small cluster of the original, and nothing that hears of a loss."""
+    import tensorflow as tf
+
+    from dlrover.trainer.tensorflow.config import VARIABLE, task_config
+    from dlrover.trainer.tensorflow.graph.session import session_config
+    from dlrover.trainer.tensorflow.server import TaskServer
+
+    sys.path.insert(0, str(JOB))
+    import counting_conf
+
+    server = TaskServer(kind, rank, "127.0.0.1")
+    os.environ[VARIABLE] = task_config(kind, rank, servers, own_address=server.address, target=server.target).to_text()
+    config = tf.estimator.RunConfig(
+        model_dir=str(directory / "model"),
+        session_config=session_config(kind, rank, server.address, servers),
+        save_checkpoints_steps=SAVE_STEPS,
+    )
+
+    def model_fn(features: Any, labels: Any, mode: str, config: Any) -> Any:
+        spec = counting_conf.model_fn(features, labels, mode, {}, config)
+        return spec._replace(training_hooks=[counting_conf.Steps()])
+
+    tf.estimator.Estimator(model_fn, config=config).train(_numbers)
 
 
 def _coordinate(servers: tuple[str, ...], workers: tuple[str, ...], directory: Path) -> None:
