@@ -222,13 +222,14 @@ def test_processes_come_from_zygotes_unless_somebody_does_not_want_them(start: S
 def test_exact_saves_leave_no_doubt(start: StartJob) -> None:
     """Five servers are lost, one after the other, and still the model has learned from each record once."""
     options = ("--ps", "2", "--chief", "1", "--nodes", "2")
-    job = start(*options, records=6000, pace=0.02, save_steps=25, exact_saves=1)
+    job = start(*options, records=9000, pace=0.02, save_steps=25, exact_saves=1)
     for version in range(1, 6):
         job.wait_for_verdict(TRAINS, version)
         job.wait_for_steps("worker-0", 15, version=version)
-        job.kill(f"ps-{version % 2}")
+        killed_at = job.kill(f"ps-{version % 2}")
+        assert_trains_soon(job, version + 1, killed_at)
     assert job.finish() == 0, job.output[-4000:]
-    assert seen(job).tolist() == [1.0] * 6000
+    assert seen(job).tolist() == [1.0] * 9000
     assert len(job.matching(TRAINS)) == 6, "a save alone begins no version"
     assert not job.matching("this save is not exact")
 
