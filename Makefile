@@ -170,9 +170,10 @@ test-coordinator: $(NEWEST_TF_STAMP) ## the coordinator runtime alone, a part of
 demo-tensorflow: $(TF_STAMP) ## a click-rate model with 2 parameter servers; one is killed, a third joins, every record is counted
 	@$(TF_VENV)/bin/python examples/tensorflow/ctr/demo.py
 
-bench-tensorflow: $(TF_STAMP) ## a parameter server is killed five times: ours against a script that does nothing else; planned changes, lost workers and chiefs, a model of 1 GB (about 8 minutes)
-	$(TF_VENV)/bin/python benchmarks/tensorflow_failover.py
+bench-tensorflow: $(TF_STAMP) $(NEWEST_TF_STAMP) ## a parameter server is killed five times: ours, a script that does nothing else, and the original's way; planned changes, lost workers and chiefs, a model of 1 GB; then the coordinator (about 12 minutes)
+	$(TF_VENV)/bin/python benchmarks/tensorflow_failover.py --original 2
 	$(TF_VENV)/bin/python benchmarks/tensorflow_changes.py
+	$(NEWEST_TF_VENV)/bin/python benchmarks/tensorflow_coordinator.py
 
 bench: $(STAMP) ## failover and start-up against torchrun and dlrover 0.6.1, interleaved (about 20 minutes)
 	$(BIN)/python benchmarks/failover.py

@@ -6,6 +6,9 @@ the next ones, which restore the last checkpoint. No master, no agent, no journa
 
     with Floor(directory) as floor:
         floor.kill_server()     # forks the next version
+
+`CoordinatedFloor` does the same with a coordinator: what trains is the chief alone, workers serve. `OriginalFlow` is no floor: there the server comes back at its
+former address, and TensorFlow recovers by itself in chief and workers, as in the original.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +29,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 JOB = REPOSITORY / "tests" / "tensorflow" / "job"
 NUM_SERVERS, NUM_WORKERS = 2, 2
 PATIENCE = 300.0
+SAVE_STEPS = 20
 
 
 class Floor:
     """Imports what its children need, and starts nothing of TensorFlow: forks need a process without threads."""
+
+    prefix = "COUNTING"
+    """Of the variables that its model reads."""
 
     def __init__(self, directory: Path) -> None:
         import dlrover.trainer.tensorflow.process  # noqa: F401  as the zygote of the measured job
@@ -48,22 +57,34 @@ class Floor:
 
     def kill_server(self) -> float:
         """When it was killed. All others are ended and the next version is forked."""
+        return self._lose(self._servers[0])
+
+    def _lose(self, pid: int) -> float:
         at = time.time()
-        os.kill(self._servers[0], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         self._end_all()
         self._fork_all()
         return at
 
     def _fork_all(self) -> None:
         self.version += 1
-        pipes = [os.pipe() for _ in range(NUM_SERVERS)]
-        self._servers = [
-            self._fork("ps", rank, lambda w=writer, r=rank: _serve(r, w)) for rank, (_, writer) in enumerate(pipes)
+        self._servers, addresses = self._fork_servers("ps", NUM_SERVERS)
+        self._fork_others(addresses)
+
+    def _fork_servers(self, kind: str, count: int) -> tuple[list[int], tuple[str, ...]]:
+        """Their pids and addresses."""
+        pipes = [os.pipe() for _ in range(count)]
+        pids = [
+            self._fork(kind, rank, lambda w=writer, r=rank: _serve(kind, r, w))
+            for rank, (_, writer) in enumerate(pipes)
         ]
         addresses = tuple(os.read(reader, 256).decode() for reader, _ in pipes)
         for ends in pipes:
             for end in ends:
                 os.close(end)
+        return pids, addresses
+
+    def _fork_others(self, addresses: tuple[str, ...]) -> None:
         is_restored = self.directory / f"restored-{self.version}"
         names = [("chief", 0), *(("worker", rank) for rank in range(NUM_WORKERS))]
         self._others = [
@@ -79,10 +100,12 @@ class Floor:
             follow_parent(signal.SIGKILL)
             os.setsid()  # as our workers: the kernel shares processors among sessions first
             os.environ.update(
-                COUNTING_DIR=str(self.directory),
-                DLROVER_TASK_TYPE=kind,
-                DLROVER_TASK_RANK=str(rank),
-                DLROVER_CLUSTER_VERSION=str(self.version),
+                {
+                    f"{self.prefix}_DIR": str(self.directory),
+                    "DLROVER_TASK_TYPE": kind,
+                    "DLROVER_TASK_RANK": str(rank),
+                    "DLROVER_CLUSTER_VERSION": str(self.version),
+                }
             )
             with open(self.directory / f"{kind}-{rank}.log", "a") as log:
                 os.dup2(log.fileno(), 1)
@@ -99,10 +122,52 @@ class Floor:
         self._servers, self._others = [], []
 
 
-def _serve(rank: int, writer: int) -> None:
+class CoordinatedFloor(Floor):
+    prefix = "COORDINATED"
+
+    def kill_chief(self) -> float:
+        """The same, with the process that runs the program."""
+        return self._lose(self._chief)
+
+    def _fork_others(self, addresses: tuple[str, ...]) -> None:
+        workers, places = self._fork_servers("worker", NUM_WORKERS)
+        self._chief = self._fork("chief", 0, lambda: _coordinate(addresses, places, self.directory))
+        self._others = [*workers, self._chief]
+
+
+class OriginalFlow(Floor):
+    """Chief and workers live on. Its server is forked at once, where a pod would have to be made and to import TensorFlow."""
+
+    def kill_server(self) -> float:
+        at = time.time()
+        os.kill(self._servers[0], signal.SIGKILL)
+        os.waitpid(self._servers[0], 0)
+        reader, writer = os.pipe()
+        port = int(self._addresses[0].rpartition(":")[2])
+        self._servers[0] = self._fork("ps", 0, lambda: _serve("ps", 0, writer, port))
+        os.read(reader, 256)
+        os.close(reader)
+        os.close(writer)
+        return at
+
+    def begin_anew(self) -> None:
+        """With fresh processes everywhere, for one that did not recover."""
+        self._end_all()
+        self._fork_all()
+
+    def _fork_others(self, addresses: tuple[str, ...]) -> None:
+        self._addresses = addresses
+        names = [("chief", 0), *(("worker", rank) for rank in range(NUM_WORKERS))]
+        self._others = [
+            self._fork(kind, rank, lambda k=kind, r=rank: _train_alone(k, r, addresses, self.directory))
+            for kind, rank in names
+        ]
+
+
+def _serve(kind: str, rank: int, writer: int, port: int = 0) -> None:
     from dlrover.trainer.tensorflow.server import TaskServer
 
-    server = TaskServer("ps", rank, "127.0.0.1")
+    server = TaskServer(kind, rank, "127.0.0.1", port)
     os.write(writer, server.address.encode())
     server.serve()
 
@@ -138,7 +203,7 @@ def _train(kind: str, rank: int, servers: tuple[str, ...], directory: Path, is_r
             return v1.train.SessionRunArgs(v1.train.get_global_step())
 
         def after_run(self, run_context: Any, run_values: Any) -> None:
-            if int(run_values.results) % 20 == 0:
+            if int(run_values.results) % SAVE_STEPS == 0:
                 [saver] = v1.get_collection(v1.GraphKeys.SAVERS)
                 saver.save(self.session, str(directory / "model" / "model.ckpt"), global_step=int(run_values.results))
 
@@ -152,9 +217,92 @@ def _train(kind: str, rank: int, servers: tuple[str, ...], directory: Path, is_r
         hooks = [counting_conf.Steps(), *([Tell()] if kind == "chief" else [])]
         return spec._replace(training_hooks=hooks, scaffold=WaitingScaffold(wait, lambda: os._exit(0)))
 
-    def numbers() -> Any:
-        rows = tf.data.Dataset.range(counting_conf.NUM_RECORDS).repeat().batch(10)
-        ids = v1.data.make_one_shot_iterator(rows).get_next()
-        return {"id": ids}, tf.ones_like(ids)
+    tf.estimator.Estimator(model_fn, config=config).train(_numbers)
 
-    tf.estimator.Estimator(model_fn, config=config).train(numbers)
+
+def _numbers() -> Any:
+    import counting_conf
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.range(counting_conf.NUM_RECORDS).repeat().batch(10)
+    ids = tf.compat.v1.data.make_one_shot_iterator(rows).get_next()
+    return {"id": ids}, tf.ones_like(ids)
+
+
+def _train_alone(kind: str, rank: int, servers: tuple[str, ...], directory: Path) -> None:
+    """TensorFlow's own saves, restores and waits: the small cluster of the original, and nothing that hears of a loss."""
+    import tensorflow as tf
+
+    from dlrover.trainer.tensorflow.config import VARIABLE, task_config
+    from dlrover.trainer.tensorflow.graph.session import session_config
+    from dlrover.trainer.tensorflow.server import TaskServer
+
+    sys.path.insert(0, str(JOB))
+    import counting_conf
+
+    server = TaskServer(kind, rank, "127.0.0.1")
+    os.environ[VARIABLE] = task_config(kind, rank, servers, own_address=server.address, target=server.target).to_text()
+    config = tf.estimator.RunConfig(
+        model_dir=str(directory / "model"),
+        session_config=session_config(kind, rank, server.address, servers),
+        save_checkpoints_steps=SAVE_STEPS,
+    )
+
+    def model_fn(features: Any, labels: Any, mode: str, config: Any) -> Any:
+        spec = counting_conf.model_fn(features, labels, mode, {}, config)
+        return spec._replace(training_hooks=[counting_conf.Steps()])
+
+    tf.estimator.Estimator(model_fn, config=config).train(_numbers)
+
+
+def _coordinate(servers: tuple[str, ...], workers: tuple[str, ...], directory: Path) -> None:
+    """As the measured job does it, without its data books: batches are numbers that nobody counts."""
+    import tensorflow as tf
+
+    sys.path.insert(0, str(JOB))
+    import coordinated_conf
+    import paced_reader
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        own = f"127.0.0.1:{probe.getsockname()[1]}"
+    cluster = tf.train.ClusterSpec({"chief": [own], "ps": list(servers), "worker": list(workers)})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        cluster, task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(max_shards=len(servers))
+    strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        program = coordinated_conf.build(None)
+        steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+    checkpoint = tf.train.Checkpoint(global_step=steps, **program.objects)
+    manager = tf.train.CheckpointManager(checkpoint, str(directory / "model"), max_to_keep=5)
+    if manager.latest_checkpoint:
+        checkpoint.restore(manager.latest_checkpoint).assert_existing_objects_matched()
+
+    @tf.function
+    def run_batch(ids: Any) -> Any:
+        result = strategy.run(program.train_step, args=({"id": ids}, tf.ones_like(ids)))
+        with tf.control_dependencies([result]):
+            return steps.assign_add(1, read_value=True)
+
+    under_way: deque[Any] = deque()
+    trained = open(directory / "trained-chief-0.txt", "a", buffering=1)  # noqa: SIM115  to the end of this process
+
+    def settle(left: int) -> int:
+        step = 0
+        while len(under_way) > left:
+            step = int(under_way.popleft().fetch())
+            trained.write(f"{time.time():.4f} {os.environ['DLROVER_CLUSTER_VERSION']} {step}\n")
+        return step
+
+    saved = int(steps)
+    while True:
+        for _ in range(2):  # a shard of the measured job
+            under_way.append(coordinator.schedule(run_batch, args=(tf.range(10, dtype=tf.int64),)))
+            step = settle(2 * len(workers))
+        if step - saved >= SAVE_STEPS:
+            saved = settle(0)
+            manager.save(checkpoint_number=saved)
+        time.sleep(paced_reader.PACE)

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(HAS_OWN_ESTIMATOR, reason="tested with the newest TensorFlow"),
 ]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tensorflow" / "ctr"
 CONF, KERAS = "coordinated_conf.Conf", "coordinated_keras.Conf"
 TRAINS = r"Version \d+ trains"
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -159,13 +160,16 @@ def test_a_lost_worker_comes_back_where_it_was(start: StartJob) -> None:
 
 
 def test_a_lost_chief_goes_back_to_its_last_checkpoint(start: StartJob) -> None:
-    job = begin(start, records=2500, pace=0.2)
+    job = begin(start, records=4000, pace=0.2, save_steps=20)
     is_reading_on(job, 1)
+    job.wait_until("a checkpoint of trained steps", lambda: len(job.output.split("saved step")) > 2)
+    saved = int(checkpoint_values(newest_checkpoint(job.model_dir))[f"global_step{VALUE}"])
+    assert saved > 0
     job.kill("chief-0")
     job.wait_for_verdict("the coordinator has started again")
-    job.wait_for_verdict(TRAINS, 2)
+    assert begins_with_a_checkpoint(job, 2) >= saved
     assert job.finish() == 0, job.output[-4000:]
-    assert seen(job).tolist() == [1.0] * 2500
+    assert seen(job).tolist() == [1.0] * 4000
 
 
 def test_a_stopped_server_is_named_and_replaced(start: StartJob) -> None:
@@ -291,3 +295,24 @@ def test_a_keras_model_loses_a_server_and_no_batch(start: StartJob, package: str
     if fit:
         epochs = [json.loads(line)["epoch"] for line in (job.directory / "epochs.jsonl").read_text().splitlines()]
         assert epochs[-1] == max(epochs) >= 4, "fit did not go on in the epoch that it was in"
+
+
+def test_the_example_trains_a_click_rate_model_of_keras(tmp_path: Path) -> None:
+    """`examples/tensorflow/ctr` with its coordinator: two passes over the click log, each record counted in each."""
+    for name, rows in (("train.csv", 1000), ("eval.csv", 10)):
+        make = [sys.executable, "make_data.py", "--rows", str(rows), str(tmp_path / name)]
+        subprocess.run(make, cwd=EXAMPLE, check=True, timeout=60)
+    options = ("--ps", "2", "--chief", "1", "--nodes", "1")
+    job = ClusterJob(tmp_path, *options, conf="coordinated.TrainConf", cwd=EXAMPLE, epochs=2, embedding=4)
+    try:
+        assert job.finish() == 0, job.output[-4000:]
+    finally:
+        job.close()
+    prefix = newest_checkpoint(tmp_path / "coordinated")
+    stored = json.loads(Path(f"{prefix}.dlrover.json").read_text())
+    [books] = json.loads(stored["data_state"])["datasets"].values()
+    assert books["num_consumed"] == 2 * 1000
+    values = checkpoint_values(prefix)
+    # Shards of 128: in each pass seven whole ones and one of 104 records.
+    assert int(values[f"global_step{VALUE}"]) == stored["step"] == 2 * 16
+    assert np.abs(values[f"linear{VALUE}"]).max() > 0.0, "it began with zeros and learned nothing"

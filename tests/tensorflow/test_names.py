@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
+from dlrover.protocol.errors import ConfigError
+from dlrover.trainer.tensorflow.conf import Conf
+from dlrover.trainer.tensorflow.estimator.training import build_users_estimator
 from dlrover.trainer.tensorflow.hooks.elastic_data_shard_report_hook import ElasticDataShardReportHook
 from dlrover.trainer.tensorflow.hooks.model_info_hook import model_facts
+from dlrover.trainer.tensorflow.starter import get_parsed_args
+from dlrover.trainer.worker.tf_kubernetes_worker import TFKubernetesWorker
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,22 @@ def test_the_estimator_is_found_under_our_path_too() -> None:
     assert estimator.Estimator is tf.estimator.Estimator
     with pytest.raises(AttributeError):
         estimator.NoSuchName  # noqa: B018
+
+
+def test_a_process_of_no_job_says_how_to_start_one() -> None:
+    worker = TFKubernetesWorker(get_parsed_args(["--conf=conf.TrainConf"]))
+    with pytest.raises(ConfigError, match="dlrover local --ps N"):
+        worker.start_executor_service()
+
+
+def test_a_model_may_be_named_by_module_and_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`classifier_class` is called with the model's directory, its configuration and its parameters."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "named_model.py").write_text(
+        "def Model(model_dir, config, params):\n    return model_dir, config, params\n"
+    )
+    conf = Conf({"classifier_class": "named_model.Model", "model_dir": "/models/one", "params": {"size": 8}})
+    assert build_users_estimator(conf, "a RunConfig") == ("/models/one", "a RunConfig", {"size": 8})
 
 
 @pytest.mark.parametrize(

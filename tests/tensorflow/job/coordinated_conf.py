@@ -15,6 +15,7 @@ from dlrover.trainer.tensorflow.util.column_info import Column
 
 TABLE = int(os.environ.get("COORDINATED_TABLE", "100000"))
 FAULT = os.environ.get("COORDINATED_FAULT", "")
+IS_WATCHED = os.environ.get("COORDINATED_IS_WATCHED", "1") == "1"
 BUILT = {}
 
 
@@ -67,9 +68,9 @@ class Conf:
     worker_join_interval = float(
         os.environ.get("COORDINATED_JOIN", "600")
     )  # however slow the machine, they begin together
-    keep_checkpoint_max = 200
+    keep_checkpoint_max = int(os.environ.get("COORDINATED_KEEP", "200"))
     train_set = {
-        "reader": PacedReader("numbers", lambda number: f"{number},1", keep_restored),
+        "reader": PacedReader("numbers", lambda number: f"{number},1", keep_restored if IS_WATCHED else None),
         "columns": COLUMNS,
         "epoch": 1,
         "batch_size": 10,

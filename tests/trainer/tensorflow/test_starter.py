@@ -6,9 +6,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import dlrover
 from dlrover.cli.options.settings import read_settings
 from dlrover.protocol.messages.fleet import Strategy
 from dlrover.trainer.tensorflow.starter import get_parsed_args, main, node_command
@@ -35,6 +37,29 @@ def test_unknown_flags_are_named_and_ignored(caplog: pytest.LogCaptureFixture) -
 
 def test_only_the_action_run_starts_anything() -> None:
     assert main(["--worker_action", "predict"]) == 0
+
+
+def test_a_build_tells_its_commit_and_logs_go_to_a_file_of_each_process_where_that_is_wanted(tmp_path: Path) -> None:
+    """A build of our own: the package beside a `COMMIT_INFO`."""
+    package = tmp_path / "dlrover"
+    package.mkdir()
+    for part in Path(dlrover.__file__).parent.iterdir():
+        (package / part.name).symlink_to(part)
+    (package / "COMMIT_INFO").write_text("commit 0123abc of branch release\n")
+    logs = tmp_path / "logs"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dlrover.trainer", "--worker_action", "predict"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "DLROVER_TRAINER_LOG_DIR": str(logs)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert output.splitlines() == ["commit 0123abc of branch release"]
+    [file] = logs.iterdir()
+    assert file.name == f"trainer.{process.pid}.log"
+    assert "--worker_action predict starts nothing" in file.read_text()
 
 
 @pytest.mark.parametrize("flag", ["--worker_num=0", "--ps_num=0", "--evaluator_num=2"])

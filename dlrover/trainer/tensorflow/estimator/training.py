@@ -225,5 +225,5 @@ def build_users_estimator(conf: Conf, config: Any) -> Any:
 
 
 def _unique(hooks: list[Any]) -> list[Any]:
-    """A hook of a class that the user names twice runs once."""
+    """A hook that the user names twice runs once."""
     return list({id(hook): hook for hook in hooks}.values())
