@@ -383,7 +383,7 @@ def _watching(options: argparse.Namespace) -> Watching:
 
 
 def _tls(options: argparse.Namespace) -> TlsConfig | None:
-    """Whoever gives any of the files wants TLS: an open master instead would be a bad surprise."""
+    """A user who gives any of the files wants TLS: an open master instead would be a bad surprise."""
     files = {name: getattr(options, f"tls_{name}") for name in ("ca", "cert", "key")}
     if not any(files.values()):
         return None

@@ -69,7 +69,7 @@ class SaverConfig(Struct, frozen=True, kw_only=True):
     patience_at_end: float = 600.0
     """Seconds for queued saves when the job ends by itself. They are what the user asked for, so they may take their time."""
     patience_at_signal: float = 25.0
-    """The same when somebody wants us gone; pods have 30 s."""
+    """The same when the platform wants us gone; pods have 30 s."""
     bytes_per_second: float = 0.0
     """Limit of writing to storage while workers train; 0: none."""
 
@@ -298,7 +298,7 @@ class Saver:
             log.error("snapshots are kept, but nobody owns them: %s", error)
 
     def _adopt(self) -> None:
-        """What stands in the segments to be written, and we did not hear of: a former agent did, or nobody."""
+        """What stands in the segments to be written, and we did not hear of: a former agent did, or none."""
         if self._home is None:
             return
         for shard in self._home.snapshots():

@@ -124,7 +124,7 @@ class ReplicaExchange:
 
     @property
     def copied_step(self) -> int | None:
-        """The newest step of which other nodes keep copies or parity of all our shards; None where nobody is to, or does not yet."""
+        """The newest step of which other nodes keep copies or parity of all our shards; None where no node is to keep them, or none does yet."""
         steps = [step for step in self._copied.values() if step is not None]
         return min(steps) if steps and len(steps) == len(self._copied) else None
 

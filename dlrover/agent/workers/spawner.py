@@ -215,7 +215,7 @@ class Spawner:
         return request.leash
 
     def close(self) -> None:
-        """End the zygote. Workers live on; whoever still waits for an answer, or asks later, gets an error."""
+        """End the zygote. Workers live on; a caller that still waits for an answer, or asks later, gets an error."""
         self._is_closed = True
         self._cancel_restart()
         self._disconnect()

@@ -197,7 +197,7 @@ def _load_safetensors(place: CheckpointPlace, path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _torch_quiet() -> Iterator[None]:
-    """torch warns of internals that nobody here can change."""
+    """torch warns of internals that the user cannot change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -83,7 +83,7 @@ class PreCheckRunner:
         self._began: asyncio.Future[Reply] | None = None
 
     def begin(self) -> None:
-        """Before anybody is served: a node that came first would have its world already."""
+        """Before any node is served: a node that came first would have its world already."""
         state = self._master_loop.job.state
         if self._operators and state.end is None and is_wanted(state.pre_check.stage, state.rendezvous.round):
             names = tuple(result.name for result in self._results)

@@ -185,7 +185,7 @@ class ShardReader:
                     del self._out[id_], self._at[id_]
 
     def give_back(self, ids: Iterable[int] | None = None) -> None:
-        """Shards that nobody here will read on; None: all."""
+        """Shards that no worker here will read on; None: all."""
         with self._lock:
             given = [self._out.pop(id_) for id_ in list(self._out if ids is None else ids) if id_ in self._out]
             for shard in given:

@@ -73,7 +73,7 @@ class OrderedRecords:
                 return self._hand_out(count, is_batch)
 
     def offer_again(self) -> None:
-        """A new pass begins: what an earlier one read ahead and nobody reported comes first."""
+        """A new pass begins: what an earlier one read ahead and did not report comes first."""
         with self._lock:
             self._ready.extendleft(reversed(self._out))
             self._out.clear()
@@ -153,7 +153,7 @@ class RecordService(LoaderService[RecordsAsked]):
     def end_pass(self) -> None:
         """
         The data went back: what the processes have read ahead is of the past, and the next batches come by a new pass. Called by the
-        training thread, while nobody takes.
+        training thread, while no consumer takes.
         """
         self._is_over = self._next > 0
 

@@ -65,7 +65,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         self._countings: tuple[_Counting, ...] = _COUNTINGS
         """Those that what the caller has told so far leaves possible."""
         self._newest: Iterator[int] | None = None
-        """The newest iteration over this sampler; None: nobody has read since the restored state."""
+        """The newest iteration over this sampler; None: no rank has read since the restored state."""
         self._num_batches = self._num_used = 0
         self.is_counted = False
         """Whether a loader counts the batches."""

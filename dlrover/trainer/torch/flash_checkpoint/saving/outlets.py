@@ -100,7 +100,7 @@ class AgentOutlet:
         self.settled: dict[str, CheckpointSettled] = {}
         """What became of storage saves, by attempt; the newest few."""
         self.save_request: SaveRequested | None = None
-        """Somebody wants a storage save; the newest request that was heard of."""
+        """The newest request for a storage save that was heard of."""
 
     def open(self, place: SavePlace) -> None:
         self._send(OpenSnapshots(home=str(self.home), place=encode_place(place)))
