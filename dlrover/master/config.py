@@ -140,7 +140,7 @@ def read_token(config: MasterConfig) -> str:
     if not config.token_file:
         if not is_loopback(config.host):
             raise ConfigError(
-                f"A master without a job token listens on loopback only, not on {config.host}: anybody who reaches it "
+                f"A master without a job token listens on loopback only, not on {config.host}: every process that reaches it "
                 "could stop the job. Set DLROVER_JOB_TOKEN to the same secret on all nodes, or give a token file."
             )
         return ""

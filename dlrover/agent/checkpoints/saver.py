@@ -295,7 +295,7 @@ class Saver:
             self._home = Home(self._config.root, self._config.job, self._config.launch, node_rank)
         except (OSError, DLRoverError) as error:
             self._is_home_refused = True
-            log.error("snapshots are kept, but nobody owns them: %s", error)
+            log.error("snapshots are kept, but this agent cannot register as their owner: %s", error)
 
     def _adopt(self) -> None:
         """What stands in the segments to be written, and we did not hear of: a former agent did, or none."""
@@ -430,4 +430,4 @@ def write_mark(path: Path, until: float) -> None:
         partial.write_text(f"{until:.3f}", encoding="ascii")
         partial.rename(path)
     except OSError as error:
-        log.warning("nobody can be told to wait for our saves: %s", error)
+        log.warning("the launcher may not wait for the last saves, because their deadline cannot be written: %s", error)

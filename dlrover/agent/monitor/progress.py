@@ -311,7 +311,7 @@ class WorkerWatch:
             del self._orders[next(iter(self._orders))]
         left = self._time_left(order)
         if left <= 0:
-            log.info("order %d came too late: nobody waits for its answer", order.id)
+            log.info("order %d came after its deadline and is ignored", order.id)
             return
         match order.order:
             case TakeLook():

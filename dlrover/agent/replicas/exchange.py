@@ -184,7 +184,7 @@ class ReplicaExchange:
         assert world is not None, "nothing is pushed before the first round"
         peers = await self._peers_for(copies)
         if not peers.keepers:
-            self._tell("nobody", "there is no other node that could keep copies of this node's snapshots")
+            self._tell("no-keeper", "there is no other node that could keep copies of this node's snapshots")
         for keeper in peers.keepers:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pusher, self._push_to, keeper, pinned, request, world.round)

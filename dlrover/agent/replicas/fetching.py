@@ -125,7 +125,7 @@ class SnapshotFetch:
         """From the first holder that gives it. Raises what the last one led to."""
         holders = edition.holders.get(shard, ())
         turn = self._world.group_rank % max(1, len(holders))  # many newcomers shall not all ask the same node
-        trouble: Exception = Unavailable(f"nobody has shard {shard} of step {edition.step}")
+        trouble: Exception = Unavailable(f"no node has shard {shard} of step {edition.step}")
         for address in (*holders[turn:], *holders[:turn]):
             try:
                 with self._connect(address, self._deadline) as connection:

@@ -209,7 +209,7 @@ class _Sources:
         """A range of the image of a shard that a node has."""
         if start >= end:
             return bytearray()
-        trouble: DLRoverError = Unavailable(f"nobody has shard {shard}")
+        trouble: DLRoverError = Unavailable(f"no node has shard {shard}")
         for address in self._edition.holders[shard]:
             try:
                 return self._pull(

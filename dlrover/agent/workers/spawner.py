@@ -266,7 +266,7 @@ class Spawner:
 
     def _attach(self) -> asyncio.AbstractEventLoop:
         """
-        Listen to the zygote on the running loop, to a new one if there is none. Raises StartFailed if there cannot be.
+        Listen to the zygote on the running loop, to a new one if there is none. Raises StartFailed if that fails.
 
         asyncio is imported only now: see the top.
         """

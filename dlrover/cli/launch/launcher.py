@@ -601,7 +601,7 @@ class Launcher:
         """
         from dlrover.agent.workers.sigterm import caught_signals
 
-        assert self._agent is not None, "nobody to hear it"
+        assert self._agent is not None, "no agent to hear it"
         return {number, signal.SIGTERM} <= caught_signals(self._agent)
 
     def _on_exit(self, pid: int, status: int) -> None:

@@ -163,7 +163,7 @@ class NodeDirectory:
         life = _open_for_life(os.path.join(self.path, LIFE_FILE), os.O_RDWR | os.O_CREAT)
         self._claims.append(life)
         if not _take(life, LOCK_TIMEOUT):  # not at once: somebody who lists the directories may be looking at it
-            raise BlockingIOError(errno.EWOULDBLOCK, f"somebody else holds {LIFE_FILE}")
+            raise BlockingIOError(errno.EWOULDBLOCK, f"another process holds {LIFE_FILE}")
         # systemd removes what has not been touched for ten days from temporary directories, but for those locked.
         root = _open_for_life(self._root, os.O_RDONLY | os.O_DIRECTORY)
         self._claims.append(root)

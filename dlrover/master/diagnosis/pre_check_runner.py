@@ -245,7 +245,7 @@ class PreCheckRunner:
                     text = action.event_msg or action.event_action
                     self._tell(event(self._master_loop.now(), level, action.event_action or "pre_check", text))
                 case _:
-                    log.warning("before training nobody can do this: %s", action.action_type)
+                    log.warning("this action is not possible before training: %s", action.action_type)
         except DLRoverError as error:
             log.warning("action of the pre-check refused action=%s reason=%s", action.action_type, error)
 

@@ -147,7 +147,7 @@ class ConnectionPreCheckOperator(PreCheckOperator):
         late = [node for node in missing if node.waited > CONNECTION_PATIENCE]
         if late:
             names = ", ".join(node.name for node in late[:8])
-            message = f"{CONNECTION_FAILED}: nobody has come from {names} within {CONNECTION_PATIENCE:g} s."
+            message = f"{CONNECTION_FAILED}: no agent has connected from {names} within {CONNECTION_PATIENCE:g} s."
             return PreCheckResult(result=1, result_msg=message, abnormal_nodes=[node.id for node in late])
         if missing:
             return PreCheckResult(is_pending=True, result_msg=f"{len(missing)} nodes run and have not come yet")

@@ -85,7 +85,7 @@ class Presence:
         if lost:
             self._stalled += lost
             self._grace.extend(now, min(lost, micros(self.patience.silence)))
-            log.warning("master was cut off from all nodes for_seconds=%.1f: nobody is given up for it", lost / 1e6)
+            log.warning("master was cut off from all nodes for_seconds=%.1f: no node is given up for it", lost / 1e6)
 
     def heard(self, heartbeat: Heartbeat, now: Micros) -> None:
         with contextlib.suppress(Rejected):  # found silent a moment ago: the core decides, not the beat

@@ -33,7 +33,7 @@ class Access:
     """`clock` gives seconds of the wall clock: links are made in other processes."""
 
     def __init__(self, token: str, *, clock: Callable[[], float] = time.time) -> None:
-        assert token, "a page without a token would be open to everybody"
+        assert token, "a page without a token would be open to every user"
         self._token = token
         self._read_only = read_only_token(token)
         self._clock = clock

@@ -37,7 +37,7 @@ _LOOP = bytes.fromhex(
     "4531d2"  # xor r10d, r10d            how many of them by us
     # next:
     "b801000000"  # mov eax, 1
-    "f0480fc102"  # lock xadd [rdx], rax  the number of our next block; nobody else gets it
+    "f0480fc102"  # lock xadd [rdx], rax  the number of our next block; no other thread gets it
     "4c39c8"  # cmp rax, r9
     "735d"  # jae done
     "488d0440"  # lea rax, [rax+rax*2]

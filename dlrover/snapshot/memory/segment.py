@@ -585,7 +585,7 @@ def _create_file(path: Path, directory: Path, prelude: Prelude, after_store: Cal
         os.rename(link, path)
     after_store("name")
     file = _OpenFile(path)
-    assert file.locks.try_own(_WRITER_BYTE), f"somebody else writes to the new file {path}"
+    assert file.locks.try_own(_WRITER_BYTE), f"another process writes to the new file {path}"
     return file
 
 

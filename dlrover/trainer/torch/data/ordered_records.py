@@ -27,7 +27,7 @@ from dlrover.trainer.sharding_client import ShardingClient
 _LOOK = 1.0
 """Seconds that a part of a batch waits for the rest. Others may hold that, and wait for what is here."""
 _ADVICE = (
-    "ElasticDataset deals out its records itself, in the order of the positions 0, 1, 2...: give the DataLoader no sampler, no shuffle=True and no "
+    "ElasticDataset deals out its records itself, in the order of the positions 0, 1, 2... Give the DataLoader no sampler, no shuffle=True and no "
     "position to start from (the dataset has shuffle=True, and goes on by itself)."
 )
 
@@ -202,7 +202,7 @@ class RecordService(LoaderService[RecordsAsked]):
 
     def _serve(self) -> None:
         turn = self._turn()
-        assert turn is not None, "somebody was to be served"
+        assert turn is not None, "no caller was to be served"
         connection, trouble = turn
         ask = self._waiting[connection]
         answer = RecordsAnswer(trouble=trouble)

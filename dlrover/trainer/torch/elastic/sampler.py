@@ -80,7 +80,9 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         with `drop_last` cut, to whole steps.
         """
         if num_replicas < 1 or batch_size < 1:
-            raise ValueError(f"{num_replicas} replicas with batches of {batch_size} records cannot be.")
+            raise ValueError(
+                f"`num_replicas` and `batch_size` must be at least 1 (got {num_replicas} and {batch_size})."
+            )
         self.num_replicas, self._batch_size = num_replicas, batch_size
         self._recount()
 

@@ -234,7 +234,7 @@ class ThreadOutlet:
         if not (request.is_storage and request.is_writer):
             return
         pinned = pin_newest(name.path, name.slot, name.generation)
-        assert pinned is not None, "nobody but this thread writes here"
+        assert pinned is not None, "only this thread writes here"
         try:
             self._saves.append(self._writer.submit(self._write, pinned, request))
         except RuntimeError:  # the interpreter is on its way out, and its executors take no more work
