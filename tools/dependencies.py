@@ -42,7 +42,7 @@ TABLE_HEAD = """\
 
 What this project installs, from `constraints.txt`, and what each package says of its licence. Made by `make licences`.
 
-"Asked for by" names the extra of this project that asks for a package; `core` is what every installation has, and an
+"Asked for by" names the extra of this project that asks for a package. `core` is what every installation has, and an
 empty cell is a package that another one asks for. Nothing here is distributed with this project: pip fetches it. These
 packages have a licence that asks for something in return (GPL, LGPL, MPL, EPL) and are used as they are:
 

@@ -197,7 +197,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
 
 
 def _open_replicas(config: AgentConfig, saver: Saver) -> ReplicaExchange | None:
-    """A job of one node has nobody to exchange snapshots with, and need not import what that takes."""
+    """A job of one node has no other node to exchange snapshots with, and need not import what that takes."""
     if not config.snapshot_root or config.terms.limits.max_nodes == 1 or config.framework != "torch":
         return None
     from dlrover.agent.replicas.exchange import open_replicas

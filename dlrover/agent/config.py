@@ -167,9 +167,9 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     is_virtual_local_rank: bool = False
     """torchrun's --virtual-local-rank: LOCAL_RANK is 0 and the device is chosen by visibility."""
     preemption_file: str = ""
-    """When it appears, this machine will be taken away: leave in good order. Empty: nobody tells so."""
+    """When it appears, this machine will be taken away: leave in good order. Empty: no report says so."""
     failover_extension: str = ""
-    """`module::Class` of the user's that is asked what shall follow a failure; empty: nobody is."""
+    """`module::Class` of the user's that is asked what shall follow a failure; empty: no class is."""
     failover_dir: str = ""
     """Where its module is found, beside the usual path."""
     place: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
 """
-The last saves of an agent that ends: they have their time, unless somebody wants the node gone.
+The last saves of an agent that ends: they have their time, unless the platform wants the node gone.
 
 Who could end the agent meanwhile must know that it still writes: its launcher, and the platform, which takes a node away as soon as its
 agent has left the job. They read it from a mark in the runtime directory. The saver renews it while it writes; it

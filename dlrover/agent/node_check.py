@@ -149,7 +149,7 @@ class CheckTask:
             shutil.rmtree(directory, ignore_errors=True)
 
     async def _check_memory(self, terms: CheckTerms, node_rank: NodeRank, directory: str) -> CheckOutcome | None:
-        """Once for each agent. None: the devices are free, or nobody can tell."""
+        """Once for each agent. None: the devices are free, or that is unknown."""
         if self._is_memory_checked or terms.accelerator == "cpu":
             return None
         options = ("--accelerator", terms.accelerator, "--limit", str(terms.memory_limit))
@@ -229,7 +229,7 @@ class CheckTask:
 
 
 def class_of(failures: tuple[WorkerFailure, ...]) -> ExitClass:
-    """What the exit codes of this node's processes say together. Anything else than ours may be anybody's fault."""
+    """What the exit codes of this node's processes say together. Anything else than ours may be any node's fault."""
     codes = [failure.exit_code for failure in failures]
     for exit_class in (ExitClass.COMPUTE, ExitClass.COMMUNICATION):
         if exit_class in codes:
@@ -258,7 +258,7 @@ def _read_results(directory: str, num_ranks: int) -> list[_Result]:
 
 
 def _alone() -> WorldSpec:
-    """For a program that talks to nobody."""
+    """For a program that talks to no other."""
     return WorldSpec(
         round=Round(0),
         group_rank=0,

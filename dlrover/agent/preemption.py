@@ -2,8 +2,8 @@
 The notice that this machine will be taken away: a file that appears.
 
 Clouds and schedulers announce a preemption in many ways; a file is what every small script beside us can make. The
-kernel tells when something in its directory changes (inotify), so nobody looks again and again. There is a slow look all
-the same: a file made on another machine of a network file system is told to nobody, and a directory that does not exist
+kernel tells when something in its directory changes (inotify), so no thread looks again and again. There is a slow look all
+the same: a file made on another machine of a network file system is not announced, and a directory that does not exist
 yet cannot be watched.
 """
 
@@ -19,7 +19,7 @@ from dlrover.host import inotify
 log = logging.getLogger("dlrover.agent")
 
 SLOW_LOOK = 5.0
-"""Seconds between two looks that nobody asked for. A preemption notice comes at least half a minute ahead."""
+"""Seconds between two looks that no event asked for. A preemption notice comes at least half a minute ahead."""
 
 
 async def wait_for_notice(path: str, *, slow_look: float = SLOW_LOOK) -> None:

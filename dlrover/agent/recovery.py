@@ -29,7 +29,7 @@ ASK_TIMEOUT = 5.0
 _LOOK = 0.1
 """
 Seconds between two looks for the first step; ten times as many after `TELL_AFTER`. Workers write it into memory, which announces
-nothing, and nobody looks but while a job recovers.
+nothing, and the agent looks only while a job recovers.
 """
 
 
@@ -143,7 +143,7 @@ class Recovery:
                 await asyncio.sleep(_LOOK if waited < self._tell_after else 10 * _LOOK)
 
     def _is_due(self, loss: _Loss, waited: float) -> bool:
-        """Nobody should wait longer for what is known by now."""
+        """No caller should wait longer for what is known by now."""
         if not loss.is_cause_told:
             return waited >= self._tell_after and self._is_over(loss.round)
         return loss.world is not None and not loss.is_start_told and waited >= loss.world_after + self._tell_after

@@ -39,7 +39,7 @@ class AgentPatience(NamedTuple):
     warm_up: float = 60.0
     """A node whose imports take longer joins all the same."""
     lease: float = 30.0
-    """An agent that did not run for so long (stopped, machine suspended) kills its workers before it talks to anybody."""
+    """An agent that did not run for so long (stopped, machine suspended) kills its workers before it talks to any other process."""
     farewell: float = 2.0
     """To tell the master that we go. Best effort: never worth a longer wait."""
     finished: float = 30.0

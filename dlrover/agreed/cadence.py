@@ -5,7 +5,7 @@ Saving costs its own time each interval; not saving costs, at each interruption,
 interval is about sqrt(2 * cost * mean time between interruptions) (Young 1974, Daly 2006). Memory saves answer every interruption; storage
 saves only those that take a machine's memory along, which are fewer. Both together stay within a share of the training time.
 
-How often a young job will be interrupted nobody knows, so it begins with an assumption that counts like one interruption seen; what
+It is unknown how often a young job will be interrupted, so it begins with an assumption that counts like one interruption seen; what
 the job sees itself outweighs it soon. All of it is a pure function of the measurements: one rank computes, all follow.
 """
 

@@ -39,7 +39,7 @@ class Plan(Struct, frozen=True):
     is_cut: bool = False
     """Each of them saves its own piece. Else the first one saves for all."""
     finishers: tuple[int, ...] = ()
-    """Local ranks that have to finish this step before anybody saves it: then there are no holders and no doubt yet."""
+    """Local ranks that have to finish this step before any worker saves it: then there are no holders and no doubt yet."""
 
 
 def plan_breath(offers: Sequence[Offer], num_silent: int) -> Plan:

@@ -39,5 +39,5 @@ def mentions_lost_peer(text: str) -> bool:
 
 
 def tells_of_lost_peer(exception: str) -> bool:
-    """For `Type: message` of an exception that nobody caught."""
+    """For `Type: message` of an exception that no code caught."""
     return _PEER_EXCEPTIONS.search(exception) is not None and mentions_lost_peer(exception)

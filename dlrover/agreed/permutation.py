@@ -3,8 +3,8 @@ A shuffled order of any length that takes no memory: the place of each number is
 
 A billion records must be shuffled the same way by the master, by every worker and after every restart. So the order is a
 keyed bijection: a Feistel network over the next even number of bits, walked until the result falls into the range (each
-number is walked through four values at most on average). Both directions cost the same. It shuffles for training; it hides
-nothing from anybody.
+number is walked through four values at most on average). Both directions cost the same. It shuffles for training; it is no
+means to hide anything.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-How long a phase of training may last before somebody should look.
+How long a phase of training may last before it is time to look.
 
 A look is harmless, so its threshold is short: learned from how long each phase lasted so far, in histograms that workers keep
 themselves. What cannot be learned yet (the first step, compiling, the first evaluation) gets the time that such things take. Nothing
@@ -94,7 +94,7 @@ class PhaseBook:
 
     @property
     def least(self) -> float:
-        """Seconds before which nobody is stalled, in whatever phase."""
+        """Seconds before which no worker is stalled, in whatever phase."""
         return self._patience.least
 
     def look_after(self, phase: Phase, counts: Sequence[int], *, has_stepped: bool) -> float:
@@ -154,7 +154,7 @@ class StallWatch:
         return tuple(sorted(self._stalled))
 
     def see(self, workers: Mapping[int, SeenPage], now: float) -> tuple[bool, float]:
-        """Whether somebody has become stalled or moves again; and the seconds after which to come back at the latest."""
+        """Whether a worker has become stalled or moves again; and the seconds after which to come back at the latest."""
         has_changed = False
         wakes: list[float] = []
         for rank, seen in workers.items():

@@ -33,7 +33,7 @@ def say_block(text: str) -> None:
     """
     Several lines in one write, so that workers' output does not fall between them.
 
-    For the end: it waits until they are taken, or until somebody wants the process to end.
+    For the end: it waits until they are taken, or until the process is told to end.
     """
     text = printable(text)
     texts = [*_held, text if text.endswith("\n") else text + "\n"]

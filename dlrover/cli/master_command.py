@@ -267,7 +267,7 @@ def _fleet(options: argparse.Namespace) -> FleetSpec | None:
     if not options.fleet:
         if options.platform != "local" or options.platform_options:
             raise ConfigError(
-                f"--platform {options.platform} shall start nodes, but nobody says which: give --fleet FILE, for example "
+                f"--platform {options.platform} starts nodes only with a fleet: give --fleet FILE, for example "
                 'with {"replicas": {"worker": {"count": 2}}}.'
             )
         return None
@@ -383,7 +383,7 @@ def _watching(options: argparse.Namespace) -> Watching:
 
 
 def _tls(options: argparse.Namespace) -> TlsConfig | None:
-    """Whoever gives any of the files wants TLS: an open master instead would be a bad surprise."""
+    """A user who gives any of the files wants TLS: an open master instead would be a bad surprise."""
     files = {name: getattr(options, f"tls_{name}") for name in ("ca", "cert", "key")}
     if not any(files.values()):
         return None
@@ -450,7 +450,7 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
         "--pending-fail-strategy",
         type=int,
         metavar="-1|0|1|2",
-        help="whose wait ends the job: nobody (-1, 0), the necessary (1), all (2)",
+        help="which waiting nodes end the job: none (-1, 0), the necessary ones (1), all (2)",
     )
     add(
         "--termination-message-path",

@@ -2,7 +2,7 @@
 Names of node types as people write them: in a fleet's file, on the command line, in the environment.
 
 TensorFlow once called the chief `master`, and job files that say so are still around. The name means the chief wherever
-somebody writes it, and nowhere else: what we show and send says `chief`.
+a person writes it, and nowhere else: what we show and send says `chief`.
 """
 
 from __future__ import annotations

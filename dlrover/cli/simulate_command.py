@@ -106,7 +106,7 @@ def _writing(plot: Path) -> Iterator[None]:
 
 
 def _probe(plot: Path) -> None:
-    """Before the long part, so that nobody waits for a picture that has no place. Leaves nothing."""
+    """Before the long part, so that no user waits for a picture that has no place. Leaves nothing."""
     is_new = not plot.exists()
     with _writing(plot):
         plot.open("a").close()

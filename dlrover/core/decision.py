@@ -114,7 +114,7 @@ class Reactions(NamedTuple):
     """A world from before the journal was lost cannot go on, for this reason."""
     fleet_defined: Rows[[FleetDefined]]
     job_grows: Rows[[int]]
-    """It is asked for so many nodes at most, and nothing has changed yet. Whoever cannot bear it raises `Rejected`."""
+    """It is asked for so many nodes at most, and nothing has changed yet. A room that cannot bear it raises `Rejected`."""
     job_scaled: Rows[[int]]
     """To so many nodes at most."""
     target_moved: Rows[[TargetMoved]]
@@ -130,7 +130,7 @@ class Reactions(NamedTuple):
     bounds_moved: Rows[[]]
     """The job has another minimum or maximum; a world of the new maximum is wanted."""
     person_decided: Rows[[]]
-    """Somebody wants other numbers or sizes of nodes."""
+    """Other numbers or sizes of nodes are wanted."""
     world_taken_up: Rows[[int]]
     """A world of so many nodes from before the journal was lost goes on."""
     launch_refused: Rows[[PlatformId, str]]
@@ -159,7 +159,7 @@ class Reactions(NamedTuple):
     job_finished: Rows[[]]
     """The last node has left."""
     advance: Sequence[Callable[[Decision], bool]]
-    """What may go on by itself after a command. Whoever changes what those before it have looked at gives True: then all look again."""
+    """What may go on by itself after a command. A room that changes what those before it have looked at gives True: then all look again."""
     deadlines: Sequence[Callable[[JobState], list[Deadline]]]
     """Those that are running while the job has not ended."""
 

@@ -1,7 +1,7 @@
 """
 What a live node shall be doing, as a function of the state.
 
-Whoever may have got another wish is only marked; at the end of a command all marked nodes are looked at once, and those whose wish did
+A node that may have got another wish is only marked; at the end of a command all marked nodes are looked at once, and those whose wish did
 change are told.
 """
 

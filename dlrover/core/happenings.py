@@ -28,7 +28,7 @@ from dlrover.protocol.messages.scaling import SizePlan
 from dlrover.protocol.messages.watch import Reach, StepShape
 
 STOPPED = "stopped"
-"""Fault of a node that was told to stop: it is somebody's wish."""
+"""Fault of a node that was told to stop: it was requested."""
 
 
 class AgentComes(Struct):

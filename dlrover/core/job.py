@@ -120,7 +120,7 @@ class Job:
         return len(self._state.nodes.live)
 
     def suspects(self) -> list[NodeId]:
-        """Whose neighbours say that they lost somebody: for these the observations may be sure sooner."""
+        """Whose neighbours say that they lost a peer: for these the observations may be sure sooner."""
         return suspects(self._state)
 
     @property

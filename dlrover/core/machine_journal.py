@@ -125,8 +125,8 @@ class MachineSequence(Generic[C, R]):
         """Apply, and return the ticket by which the outcome will be released.
 
         Raises `Rejected` with nothing changed, or `CoreFault`: then what was staged before may still be taken and
-        committed, but nothing can be staged any more. Neither the record nor the reply is left to fail later, when nobody
-        can tell any more which command it was.
+        committed, but nothing can be staged any more. Neither the record nor the reply is left to fail later, when it is
+        not known any more which command it was.
         """
         assert not self._is_faulty, "the machine is in an unknown state: rebuild it from the journal"
         try:

@@ -26,7 +26,7 @@ class Origin(Struct, frozen=True):
 
 
 class Deadline(NamedTuple):
-    """When time alone changes something. Computed anew whenever somebody asks, so there is nothing to cancel."""
+    """When time alone changes something. Computed anew at each question, so there is nothing to cancel."""
 
     at: Micros
     kind: DeadlineKind
@@ -40,7 +40,7 @@ class NotYet(Struct, frozen=True):
     topics: tuple[str, ...]
     """When the state of each of these has changed, it is worth looking again."""
     otherwise: Reply | Rejected
-    """The answer if nobody wants to wait for a better one."""
+    """The answer if the caller does not want to wait for a better one."""
 
 
 class Outcome(Struct, frozen=True):

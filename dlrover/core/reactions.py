@@ -51,7 +51,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def _table(*, has_platform: bool, has_checks: bool) -> Reactions:
-    """For a job with nodes of a platform, or with node checks, or without: then nobody asks these rooms."""
+    """For a job with nodes of a platform, or with node checks, or without: then these rooms are not asked."""
 
     def platform(*rows: F) -> tuple[F, ...]:
         return rows if has_platform else ()
@@ -245,7 +245,7 @@ def _running(state: JobState, nodes: list[NodeId]) -> list[Deadline]:
 
 
 def _deadline_passed(command: DeadlinePassed, decision: Decision) -> Reply:
-    """A deadline that is no longer due (somebody joined, came back) is a harmless no-op."""
+    """A deadline that is no longer due (a node joined or came back) is a harmless no-op."""
     follow = PASSED.get(command.kind)
     if follow is not None:
         follow(decision, command.id)

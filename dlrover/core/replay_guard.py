@@ -82,7 +82,7 @@ class ReplayGuard(Struct):
         return reply
 
     def check_room(self, command: Command, origin: Origin | None) -> None:
-        """Raises `Rejected` for a command that is answered by a value while too much was answered that nobody confirmed."""
+        """Raises `Rejected` for a command that is answered by a value while too much was answered that was not confirmed."""
         if not isinstance(command, KvPop | KvCompareSet) or origin is None or origin.sequence == 0:
             return
         unheard = (reply for number, reply in self.by_node[origin.node].replies.items() if number > origin.answered)

@@ -43,7 +43,7 @@ class JobState(Struct, kw_only=True):
     master_epoch: int = 0
     job_name: str = ""
     user: str = ""
-    """Who started the job; empty: nobody told."""
+    """Who started the job; empty: not told."""
     terms: JobTerms | None = None
     """Set by the first node that attaches; the limits are those of the newest scaling."""
     limits_version: int = 0
@@ -77,7 +77,7 @@ class JobState(Struct, kw_only=True):
 
     @property
     def detection(self) -> Detection:
-        """Before the first node has come nobody can be lost."""
+        """Before the first node has come no node can be lost."""
         return Detection() if self.terms is None else self.terms.detection
 
     @property

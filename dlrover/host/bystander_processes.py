@@ -2,10 +2,10 @@
 Processes below us that are not the job's, because they were there before it.
 
 After `sh -c 'helper & exec dlrover-run ...'` the helper is a child of the launcher, and in a container the launcher may be the
-parent of everybody. Whoever ends "everything below us" has to leave them alone, and what they start.
+parent of every process. A program that ends "everything below us" has to leave them alone, and what they start.
 
 What a neighbour starts may be left to us when the neighbour ends. It is known by its session then: the job runs in sessions that we made
-for it, and no process can enter one that exists already, so whoever is in our own is not of the job.
+for it, and no process can enter one that exists already, so a process that is in our own is not of the job.
 """
 
 from __future__ import annotations

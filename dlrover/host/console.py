@@ -1,7 +1,7 @@
 """
 Writing to a console that may take no bytes for a while: a paused pager, a frozen terminal, a log driver that blocks.
 
-Whoever writes there from an event loop would stand still with it, and everything that the loop serves: so a thread writes, and
+A program that writes there from an event loop would stand still with it, and everything that the loop serves: so a thread writes, and
 others only leave the text behind. Where no thread can be had, text is worth the wait.
 """
 

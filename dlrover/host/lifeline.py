@@ -24,8 +24,8 @@ def follow_parent(number: signal.Signals, parent_pid: int = 0) -> bool:
     Have the kernel send us this signal when our parent ends. False: it has ended already.
 
     The kernel ties it to the *thread* that forked us, so a parent must fork from a thread that lives as long as it does.
-    `parent_pid` names the expected parent; 0 takes whoever it is now, which misses a parent that died in our first moments
-    only if nobody adopts its children but init.
+    `parent_pid` names the expected parent; 0 takes the present one, which misses a parent that died in our first moments
+    only if no process but init adopts its children.
     """
     expected = parent_pid or os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)

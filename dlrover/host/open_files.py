@@ -1,7 +1,7 @@
 """
 How many files a process may have open.
 
-Most systems give 1,024 to whoever does not ask for more, because of programs that use select(). We ask: a node needs a dozen for each
+Most systems give 1,024 to a program that does not ask for more, because of programs that use select(). We ask: a node needs a dozen for each
 worker, the master one for each node. Users' programs find what the user has.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import resource
 
 _ENOUGH = 1 << 20
-"""What the kernel allows at most, unless somebody has told it otherwise."""
+"""What the kernel allows at most, unless it was configured otherwise."""
 
 
 def raise_limit() -> None:

@@ -48,7 +48,7 @@ def check_directory(path: str) -> bool:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), current)
         if found.st_mode & _FOR_OTHERS:
             if is_shared and not found.st_mode & stat.S_ISVTX:
-                raise NotOurs(current, "can be written to by everybody")
+                raise NotOurs(current, "is writable by every user")
             is_shared = True
     return is_shared
 
@@ -104,7 +104,7 @@ def open_checked(path: str, flags: int, mode: int = 0o600) -> int:
         if not stat.S_ISREG(found.st_mode):
             raise NotOurs(path, "is no regular file")
         if found.st_mode & _FOR_OTHERS:
-            raise NotOurs(path, "can be written to by everybody")
+            raise NotOurs(path, "is writable by every user")
         if found.st_nlink > 1:
             raise NotOurs(path, "has another name elsewhere")
         if flags & os.O_TRUNC:

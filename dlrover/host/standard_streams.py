@@ -12,7 +12,7 @@ import sys
 
 def open_standard_descriptors() -> None:
     """
-    Point stdin, stdout and stderr to nowhere where whoever started us closed them (`>&-`, some daemons).
+    Point stdin, stdout and stderr to nowhere where the program that started us closed them (`>&-`, some daemons).
 
     Otherwise the next socket that is opened gets the number 0, 1 or 2, and everything that prints, workers included,
     writes into it. Call it before anything opens a descriptor to keep.

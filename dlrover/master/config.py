@@ -20,11 +20,11 @@ from dlrover.protocol.messages.watch import WatchTerms
 
 EXIT_USAGE = 2
 EXIT_PORT_IN_USE = 3
-"""The launcher may then connect to whoever listens there."""
+"""The launcher may then connect to the program that listens there."""
 EXIT_FENCED = 4
 EXIT_JOURNAL = 5
 EXIT_STOPPED = 6
-"""Somebody asked this process to stop. That says nothing about the job, which goes on under the next master."""
+"""This process was asked to stop. That says nothing about the job, which goes on under the next master."""
 EXIT_BUG = 70
 
 
@@ -56,23 +56,23 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     port: int = 0
     """0: any free one, told in the ready file."""
     token_file: str = ""
-    """File with the job token. Empty: nobody is asked for one, and only loopback is served."""
+    """File with the job token. Empty: no client is asked for one, and only loopback is served."""
     tls: TlsConfig | None = None
     ready_file: str = ""
     """Written whole once the master serves: `Ready` as JSON. Empty: not written."""
     ready_fd: int = -1
     """The same as one line into an inherited descriptor, which is then closed. -1: not written."""
     end_file: str = ""
-    """Written whole when the job is over: `JobEnd` as JSON. Whoever started the master believes this and no exit code,
+    """Written whole when the job is over: `JobEnd` as JSON. The program that started the master believes this and no exit code,
     because a code can come from anywhere. Empty: not written."""
     log_file: str = ""
     """Empty: standard error."""
     log_root: LogRoot | None = None
     """Where the log goes besides; None: nowhere."""
     user: str = ""
-    """Who started the job; empty: nobody told."""
+    """Who started the job; empty: not told."""
     topology_querier: str = ""
-    """`module::Class` that knows where hosts are in the network; empty: nodes say so themselves, or nobody knows."""
+    """`module::Class` that knows where hosts are in the network; empty: nodes say so themselves, or that is unknown."""
     topology_sorter: str = ""
     """`module::Class` that orders the nodes of a world; empty: neighbours in the network together."""
     platform: str = ""
@@ -112,7 +112,7 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     parent_death: bool = False
     """End (as by SIGTERM) when the process that started us ends."""
     parent_pid: int = 0
-    """Who that is, so that a parent that died before we could ask for the signal is noticed. 0: whoever it is now."""
+    """Who that is, so that a parent that died before we could ask for the signal is noticed. 0: the present parent."""
 
 
 class Ready(Struct, frozen=True, kw_only=True):
@@ -140,7 +140,7 @@ def read_token(config: MasterConfig) -> str:
     if not config.token_file:
         if not is_loopback(config.host):
             raise ConfigError(
-                f"A master without a job token listens on loopback only, not on {config.host}: anybody who reaches it "
+                f"A master without a job token listens on loopback only, not on {config.host}: every process that reaches it "
                 "could stop the job. Set DLROVER_JOB_TOKEN to the same secret on all nodes, or give a token file."
             )
         return ""

@@ -67,7 +67,7 @@ class PlatformPatience(NamedTuple):
     repetition: float = REFUSAL_COUNTS / 2
     """Between two words about the same refusal: the job takes one for outdated after twice that time."""
     watch: float = 300.0
-    """After so long a watch is begun anew, with a full list: one that hangs without a word would be noticed by nobody."""
+    """After so long a watch is begun anew, with a full list: one that hangs without a word would not be noticed."""
     room: float = 30.0
     """Between two questions for room, if nothing happens: quotas and machines of others change without an event for us."""
     room_rest: float = 0.25

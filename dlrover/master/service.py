@@ -276,7 +276,7 @@ async def _for_good(work: Coroutine[Any, Any, None]) -> None:
 def _view_servers(
     config: MasterConfig, master_loop: MasterLoop, journal_thread: JournalThread, token: str
 ) -> ViewServers | None:
-    """None: nobody wants to watch. Raises ConfigError."""
+    """None: no watch is wanted. Raises ConfigError."""
     if config.dashboard_port < 0 and config.metrics_port < 0:
         return None
     if not token:

@@ -465,7 +465,7 @@ def _pace_of(report: ProgressReport, worker: WorkerProgress, state: JobState, no
 
 
 def _records_per_second(run: _RunSums, state: JobState, step_time: float) -> float:
-    """By what the libraries say of a step, else by what was read of the job's datasets; 0: no one counts records."""
+    """By what the libraries say of a step, else by what was read of the job's datasets; 0: records are not counted."""
     configuration = run.configuration
     if configuration.total_batch:
         return configuration.total_batch / step_time

@@ -1,7 +1,7 @@
 """
 The user's plug-ins for the network: where a node is, and in which order nodes stand in a world.
 
-They run here, at the edge, because they may ask anybody and take any time. Each call has a time limit in a thread of
+They run here, at the edge, because they may ask other systems and take any time. Each call has a time limit in a thread of
 its own, each answer is kept, and whatever goes wrong costs one warning: the node then has no known place, or the order
 is our own. What they answer enters the job as part of a command, so a replay never asks them again.
 
@@ -122,7 +122,7 @@ class TopologyPlugins:
         return self._sort is not None
 
     def known_place(self, host: str) -> tuple[str, ...] | None:
-        """Without asking anybody; None: somebody has to be asked."""
+        """Without a question to an agent; None: one has to be asked."""
         return () if self._query is None else self._places.get(host)
 
     async def place_of(self, host: str) -> tuple[str, ...]:

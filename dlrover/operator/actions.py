@@ -57,7 +57,7 @@ class AdjustObject(Struct, frozen=True, kw_only=True):
 
 
 class CordonMachine(Struct, frozen=True, kw_only=True):
-    """Mark a machine unschedulable for everyone, once for each job: a person who takes the mark away is not contradicted."""
+    """Mark a machine unschedulable for all pods, once for each job: a person who takes the mark away is not contradicted."""
 
     name: str
 

@@ -166,7 +166,7 @@ def _is_without_master(job: ElasticJob) -> bool:
 
 
 def _stopped(job: ElasticJob, now: float, reason: str) -> JobCourse:
-    """Of a job without a master: nobody else could end it."""
+    """Of a job without a master: nothing else could end it."""
     return _end(job, Succession(record=job.status.master or MasterRecord()), now, False, "StoppedByUser", reason)
 
 

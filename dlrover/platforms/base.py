@@ -41,7 +41,7 @@ Sight = NodesListed | NodeChanged | RoomChanged
 
 
 class Capabilities(Struct, frozen=True, kw_only=True):
-    """What a platform can do beyond starting and ending nodes. Shown at the start, so that nobody has to guess."""
+    """What a platform can do beyond starting and ending nodes. Shown at the start, so that no user has to guess."""
 
     can_relaunch: bool = True
     """A lost node can be replaced by a new one; False where people start nodes by hand."""
@@ -134,7 +134,7 @@ class Platform(Protocol):
         """
         A full list, then every change in order; after a lost connection again a full list, and so on for ever.
 
-        What ended while nobody watched is in the list, so nothing is missed.
+        What ended while no watch ran is in the list, so nothing is missed.
         """
         ...
 

@@ -80,7 +80,7 @@ class FakeCloud:
         self._change(job, replace(ended, phase=phase_of(exit_code), exit_code=exit_code, exit_reason=reason))
 
     def evict(self, job: str, node: PlatformId) -> None:
-        """The node vanishes although nobody asked for it."""
+        """The node vanishes although its removal was not asked for."""
         self._delete(job, node, "evicted", NodeExit.KILLED)
 
     def break_watches(self) -> None:

@@ -1,7 +1,7 @@
 """
 From the name of a platform to the platform.
 
-Modules are imported when they are asked for, so that nobody needs the libraries of a platform that is not used.
+Modules are imported when they are asked for, so that no job needs the libraries of a platform that is not used.
 Others add theirs under the entry point group `dlrover.platforms`, or name a class as `module::Class`.
 """
 
@@ -35,7 +35,7 @@ class PlatformClass(Protocol):
 
 
 def build_platform(name: str, *, job_uid: str, options: Mapping[str, object]) -> Platform:
-    """Raises `ConfigError` for a name that nobody knows and for options that the platform does not."""
+    """Raises `ConfigError` for an unknown name and for options that the platform does not."""
     found = find_platform(name)
     try:
         return found.from_options(job_uid, options)

@@ -96,7 +96,7 @@ class Reading(NamedTuple):
     shape: StepShape
     step_seconds: float
     num_changes: int
-    """Grows with every change of phase: whoever sees another number has seen progress."""
+    """Grows with every change of phase: a reader that sees another number has seen progress."""
     phase_ns: dict[Phase, int]
     """With the stretch under way."""
     collective: Collective | None

@@ -1,7 +1,7 @@
 """
 The status of a very large job, as one message can carry it.
 
-A job may have more nodes than a message has room for. Then those that somebody has to look at come first, and of the others as many as
+A job may have more nodes than a message has room for. Then those that a person has to look at come first, and of the others as many as
 fit; how many more there are, and in which state, is told in numbers.
 """
 

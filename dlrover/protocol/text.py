@@ -2,7 +2,7 @@
 What no message can carry, and texts made fit for one.
 
 A file name that is no UTF-8 reaches Python as halves of characters (lone surrogates), and from there an exception's text. They can be
-compared and printed like any other, and only whoever encodes them finds out. Texts of users are cleaned where they come in.
+compared and printed like any other, and only the code that encodes them finds out. Texts of users are cleaned where they come in.
 """
 
 from __future__ import annotations

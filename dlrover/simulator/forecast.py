@@ -32,7 +32,7 @@ POWER_LOSS_SHARE = 0.5
 
 
 class Question(Struct, frozen=True, kw_only=True):
-    """What somebody wants to know. Times in seconds, failures in hours between two."""
+    """What a person wants to know. Times in seconds, failures in hours between two."""
 
     nodes: int = 8
     min_nodes: int = 8

@@ -22,7 +22,7 @@ class SeedPlan(Struct, frozen=True, kw_only=True):
     """Everything is checked after each command, and each batch has its digest."""
     digest_every: int = 16
     is_cut_off: bool = False
-    """The simulation ends with the faults, and nobody asks how the job does."""
+    """The simulation ends with the faults, and no check asks how the job does."""
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -77,7 +77,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     has_store_traffic: bool = False
     has_sync_traffic: bool = False
     dataset: DatasetSpec | None = None
-    """What the workers read; None: nothing that anybody counts."""
+    """What the workers read; None: nothing that is counted."""
     has_warm_up: bool = False
     """Agents import what their workers need before they join; else their first workers start more slowly."""
     has_tasks: bool = False
@@ -124,7 +124,7 @@ class Shape(Struct, frozen=True, kw_only=True):
 
     @property
     def kinds_to_scale(self) -> list[NodeType]:
-        """Types of which somebody may want another number. There is one chief."""
+        """Types of which a person may want another number. There is one chief."""
         fixed = (NodeType.CHIEF, NodeType.WORKER) if self.is_one_world else (NodeType.CHIEF,)
         return [] if self.fleet is None else [kind for kind in self.fleet.replicas if kind not in fixed]
 

@@ -2,7 +2,7 @@
 One life of one job, from a seed: its nodes, its network, its masters and everything that goes wrong.
 
 While the faults of the plan happen, invariants are checked on what each command touched. Then faults stop: cuts heal,
-whoever slept wakes up, the platform gives what it owes. From there on the job has to make progress and to end well, within
+nodes that slept wake up, the platform gives what it owes. From there on the job has to make progress and to end well, within
 bounded virtual time, or to have ended before for a reason that the faults explain.
 """
 
@@ -186,7 +186,7 @@ class Simulation:
 
     @property
     def has_timeline(self) -> bool:
-        """Whether somebody reads the notes."""
+        """Whether the notes are read."""
         return self._on_note is not None
 
     def note(self, text: str) -> None:

@@ -31,7 +31,7 @@ class VirtualTime:
         self._num_planned = 0
 
     def at(self, when: int, act: Callable[..., None], *args: Any) -> None:
-        """Nobody can take an event back: whoever plans one checks at its time whether it still means something."""
+        """An event cannot be taken back: the code that plans one checks at its time whether it still means something."""
         self._num_planned += 1
         heapq.heappush(self._heap, (when if when > self.now else self.now, self._num_planned, act, args))
 

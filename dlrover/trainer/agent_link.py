@@ -1,7 +1,7 @@
 """
 The worker's line to the master: requests over the agent's unix socket, and their answers.
 
-Blocking and for many threads at once, without a thread of its own: whoever waits while nobody else reads, reads for all.
+Blocking and for many threads at once, without a thread of its own: a thread that waits while no other reads, reads for all.
 A fork (a DataLoader worker) opens its own connection. While the agent cannot be reached the link tries again until the
 caller's deadline; but a command whose connection broke before its answer came is not sent twice, because it may have
 been applied.
@@ -91,7 +91,7 @@ class AgentLink:
 
     def _begin(self) -> None:
         self._news = threading.Condition(threading.Lock())
-        """Guards all below but the writing end of the socket; notified when answers came or nobody reads any more."""
+        """Guards all below but the writing end of the socket; notified when answers came or no thread reads any more."""
         self._connection: _Connection | None = None
         self._last_id = 0
         self._asking: set[int] = set()
@@ -215,7 +215,7 @@ class _LostError(Exception):
 
 class _Connection:
     def __init__(self, where: environment.WorkerEnvironment, end_at: float) -> None:
-        """Raises _LostError when nobody listens."""
+        """Raises _LostError when no agent listens."""
         self.pending: dict[int, AgentMessage | None] = {}
         """Requests under way, and the answers of those that have one."""
         self.reader = 0

@@ -29,7 +29,7 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     snapshot_fallback: str = ""
     """For segments that do not fit into shared memory."""
     max_nodes: int = 0
-    """Of the full world; 0: nobody says."""
+    """Of the full world; 0: not told."""
     num_restarts: int = 0
     """How often the workers of the job were started again so far."""
     job_age: float = 0.0
@@ -37,7 +37,7 @@ class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     turns: tuple[tuple[int, int], ...] = ()
     """Rounds and the steps that their ranks went on with: what older rounds trained beyond that was given up."""
     progress_page: str = ""
-    """Shared memory into which this worker writes what it is doing; empty: nobody watches."""
+    """Shared memory into which this worker writes what it is doing; empty: no agent watches."""
     node_pages: tuple[str, ...] = ()
     """The same of all workers of this node, by local rank."""
     dump_file: str = ""

@@ -1,7 +1,7 @@
 """
 Facts of the job that the libraries in a worker find out: batch, dataset, size of the model. Told once by global rank 0, and again if they change.
 
-They help whoever decides about the size of the job, and people who look at it. Training neither waits for the answer nor notices if there is none.
+They help the part that decides about the size of the job, and people who look at it. Training neither waits for the answer nor notices if there is none.
 """
 
 from __future__ import annotations

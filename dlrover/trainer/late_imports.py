@@ -1,5 +1,5 @@
 """
-Do something to a module as soon as somebody imports it, and never import it ourselves.
+Do something to a module as soon as a script imports it, and never import it ourselves.
 
 A worker that does not need torch shall not pay for it, and one that does shall find it hooked from its first line on.
 """

@@ -150,7 +150,7 @@ class PhaseWriter:
         self.words[layout.MODEL_STEP] = step
 
     def set_model_start(self, step: int | None) -> None:
-        """Steps that were in the model before the first of this life; None: nobody can tell."""
+        """Steps that were in the model before the first of this life; None: unknown."""
         self.words[layout.MODEL_START] = layout.NO_STEP if step is None else step
 
     def set_data(self, epoch: int, num_done: int) -> None:
@@ -272,7 +272,7 @@ def _forget() -> None:
 
 
 def current() -> PhaseWriter | None:
-    """The page, for the main thread of a worker; None for everybody else."""
+    """The page, for the main thread of a worker; None for all others."""
     writer = _writer
     return writer if writer is not None and writer.main_thread == threading.get_ident() else None
 

@@ -2,7 +2,7 @@
 A world of one: answers a worker's requests where there is no agent.
 
 Outside `dlrover-run` a script that uses the key-value store, sync points or shards of data still runs, alone: the very rooms of the
-job's core live in the process, and nobody else is ever there. Threads share it; a fork gets a copy; other processes see
+job's core live in the process, and no other process is ever there. Threads share it; a fork gets a copy; other processes see
 nothing of it, so it cannot connect ranks.
 """
 
@@ -105,7 +105,7 @@ class StandIn:
 
 
 class _LonelyJob:
-    """Books of datasets need somebody who holds shards: a job with one node that is always there."""
+    """Books of datasets need a node that holds shards: a job with one node that is always there."""
 
     def __init__(self) -> None:
         self._job = Job()

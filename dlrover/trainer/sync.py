@@ -53,7 +53,7 @@ class SyncClient:
         return not reply.is_late
 
     def _join(self, name: str) -> Reply:
-        """Again while a master that lost its journal does not know who is to be waited for: nobody is late then."""
+        """Again while a master that lost its journal does not know who is to be waited for: no worker is late then."""
         end_at = time.monotonic() + self._patience
         while True:
             try:
@@ -73,7 +73,7 @@ class SyncClient:
         )
 
     def barrier(self, name: str, timeout: float = 0) -> bool:
-        """Whether somebody opened the barrier within so many seconds; 0: however long it takes."""
+        """Whether a worker opened the barrier within so many seconds; 0: however long it takes."""
         generation = self._passed.get(name, 0) + 1
         is_open = self._wait(
             lambda wait: BarrierOpen(name=name, round=self._round, generation=generation, wait=wait), timeout
@@ -83,7 +83,7 @@ class SyncClient:
         return is_open
 
     def notify_barrier(self, name: str) -> bool:
-        """Open the barrier for one passage of everybody."""
+        """Open the barrier for one passage of all workers."""
         try:
             self._link.ask(NotifyBarrier(name=name, round=self._round), timeout=self._patience)
         except (Rejected, Unavailable) as error:

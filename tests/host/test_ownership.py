@@ -91,7 +91,7 @@ def test_files_in_a_shared_directory_are_ours_by_owner_type_and_mode(shared: Pat
             with pytest.raises(NotOurs, match=reason):
                 open_checked(str(path), flags)
     mine.chmod(0o666)
-    with pytest.raises(NotOurs, match="can be written to by everybody"):
+    with pytest.raises(NotOurs, match="is writable by every user"):
         open_checked(str(mine), os.O_RDWR | os.O_TRUNC)
     assert {theirs.read_text(), target.read_text(), mine.read_text()} == {"of another user", "mine"}
 
@@ -113,7 +113,7 @@ def test_directories_in_a_shared_directory_are_ours_all_the_way(shared: Path, tm
         make_private(shared / "a" / "b" / "c")
     (shared / "open").mkdir(mode=0o777)
     (shared / "open").chmod(0o777)
-    with pytest.raises(NotOurs, match="can be written to by everybody"):
+    with pytest.raises(NotOurs, match="is writable by every user"):
         check_directory(str(shared / "open"))
     (shared / "link").symlink_to(tmp_path)
     assert check_directory(str(shared / "link")) is True, "ours, like what it leads to"

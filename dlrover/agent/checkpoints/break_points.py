@@ -1,7 +1,7 @@
 """
 What is left in memory when the workers of a node have ended, held until it is decided what of it is written.
 
-The pins are taken before new workers start, so nobody waits for the decision and nothing is overwritten before it. The master hears of
+The pins are taken before new workers start, so no worker waits for the decision and nothing is overwritten before it. The master hears of
 everything that is held, also of copies that another node would write; it names what is to be written, and the rest is let go. If it
 does not answer soon, each node writes whatever it has to write of it: the files will show which step is whole.
 """

@@ -1,7 +1,7 @@
 """
 From written shards to a checkpoint: what this node tells the master of its saves, and what it does when it is told.
 
-With a master every written shard is reported, and whoever is asked commits. Without one, or when it says nothing for long, the writer of
+With a master every written shard is reported, and the agent that is asked commits. Without one, or when it says nothing for long, the writer of
 shard 0 waits for the others' manifests and commits by the files. However an attempt ends, the trainers of this node hear of it, and people
 once.
 """
@@ -76,7 +76,7 @@ class NodeCommits:
         self._requests: dict[Key, tuple[SaveRequest, float]] = {}
         """What was written here and is not settled, and when that began."""
         self._request: SaveRequested | None = None
-        """Somebody wants a storage save, and none was committed since we heard of it."""
+        """A storage save is wanted, and none was committed since we heard of it."""
         # Not the thread that writes: while one save waits for other nodes the next may be written, and another be committed.
         self._pool = nice_pool("dlrover-commit", 2)
 
@@ -127,7 +127,7 @@ class NodeCommits:
             )
 
     async def tell_failure(self, request: SaveRequest, error: Exception) -> None:
-        """So that people hear of it, nobody waits for this shard, and what was staged does not stay."""
+        """So that people hear of it, no process waits for this shard, and what was staged does not stay."""
         self.tell_trainers(_outcome(request, str(error), 0.0))
         is_over = isinstance(error, SaveGivenUp)
         if self.line is not None and not is_over:

@@ -2,7 +2,7 @@
 The saver's line to the master: tells it what was written, and hears what to do about it.
 
 One question waits at the master all the time; its answer says what this node shall commit or write and what became of saves under way. If
-the master cannot be reached for long, or does not know such questions, everybody who waits for an outcome is told that there is none:
+the master cannot be reached for long, or does not know such questions, every rank that waits for an outcome is told that there is none:
 they go on without it, by the files.
 """
 
@@ -52,7 +52,7 @@ class DutyLine:
         self._outcomes: dict[tuple[str, str], list[asyncio.Future[CheckpointSettled | None]]] = {}
         """By directory and attempt: a future for each shard of it that was written here."""
         self.is_up = True
-        """Whether the master was heard last time. Assumed at first: somebody has started us in its name."""
+        """Whether the master was heard last time. Assumed at first: a launcher has started us in its name."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -126,7 +126,7 @@ class DutyLine:
         self._on_lost()
 
     def _forget(self) -> None:
-        """Nobody will say what became of what was reported."""
+        """The master will not say what became of what was reported."""
         for outcome in itertools.chain.from_iterable(self._outcomes.values()):
             if not outcome.done():
                 outcome.set_result(None)

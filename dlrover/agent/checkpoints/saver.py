@@ -69,7 +69,7 @@ class SaverConfig(Struct, frozen=True, kw_only=True):
     patience_at_end: float = 600.0
     """Seconds for queued saves when the job ends by itself. They are what the user asked for, so they may take their time."""
     patience_at_signal: float = 25.0
-    """The same when somebody wants us gone; pods have 30 s."""
+    """The same when the platform wants us gone; pods have 30 s."""
     bytes_per_second: float = 0.0
     """Limit of writing to storage while workers train; 0: none."""
 
@@ -295,10 +295,10 @@ class Saver:
             self._home = Home(self._config.root, self._config.job, self._config.launch, node_rank)
         except (OSError, DLRoverError) as error:
             self._is_home_refused = True
-            log.error("snapshots are kept, but nobody owns them: %s", error)
+            log.error("snapshots are kept, but this agent cannot register as their owner: %s", error)
 
     def _adopt(self) -> None:
-        """What stands in the segments to be written, and we did not hear of: a former agent did, or nobody."""
+        """What stands in the segments to be written, and we did not hear of: a former agent did, or none."""
         if self._home is None:
             return
         for shard in self._home.snapshots():
@@ -430,4 +430,4 @@ def write_mark(path: Path, until: float) -> None:
         partial.write_text(f"{until:.3f}", encoding="ascii")
         partial.rename(path)
     except OSError as error:
-        log.warning("nobody can be told to wait for our saves: %s", error)
+        log.warning("the launcher may not wait for the last saves, because their deadline cannot be written: %s", error)

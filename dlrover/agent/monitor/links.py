@@ -1,5 +1,5 @@
 """
-The connections of a worker, as the kernel sees them: where it is connected from, and what it has sent that nobody acknowledges.
+The connections of a worker, as the kernel sees them: where it is connected from, and what it has sent that the peer has not acknowledged.
 
 A peer that is stopped, busy or deadlocked still acknowledges: its kernel does. Only what does not arrive is sent again and again, so this tells a broken
 network from a broken rank. Read from /proc, in the network namespace of the worker.

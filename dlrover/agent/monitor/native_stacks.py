@@ -1,7 +1,7 @@
 """
 Stacks of workers that need no help from them, where the sampler `py-spy` (extra `stacks`) is installed and the kernel lets us trace.
 
-For native frames it stops a process for as long as it reads, so nothing else may judge the process meanwhile: whoever asks waits for the end, which has a
+For native frames it stops a process for as long as it reads, so nothing else may judge the process meanwhile: the caller waits for the end, which has a
 limit. The Python stack of a process that is stopped, or waits inside the kernel, can be read as it is. Without the sampler, or without the right, there is
 neither.
 """

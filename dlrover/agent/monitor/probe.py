@@ -3,7 +3,7 @@ Asks what may never answer: device drivers, and disks behind a network. In a pro
 
 A driver call that does not return keeps its process in the kernel, where no signal reaches it; a thread of the agent that was caught so
 would keep the agent from ending. So `Probe` starts `python -m dlrover.agent.monitor.probe`, asks it over a pipe and waits for each answer with
-a deadline. Whoever misses it is left behind, killed if it can be, and not asked again: that it does not answer is itself the news.
+a deadline. A process that misses it is left behind, killed if it can be, and not asked again: that it does not answer is itself the news.
 """
 
 from __future__ import annotations

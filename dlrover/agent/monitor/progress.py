@@ -54,7 +54,7 @@ _SAMPLER_TIMEOUT = 1.0
 """Seconds for workers to write their stacks. One that holds the interpreter lock writes them all the same; one that is stopped never."""
 _DUMP_LOOK = 0.02
 _CANNOT_ANSWER = "TD"
-"""Stopped, or inside the kernel: others have to read its stack. Whom a debugger holds (t) nobody else may read."""
+"""Stopped, or inside the kernel: others have to read its stack. No other program can read a process that a debugger holds (t)."""
 _RECORD_TIMEOUT = 0.3
 _MAX_ORDERS = 256
 _LONGEST_WAIT = 60.0
@@ -66,7 +66,7 @@ class FirstStep(NamedTuple):
 
     round: Round
     step: int | None
-    """None: nobody gave it a number that could be compared with those of earlier rounds."""
+    """None: no report gave it a number that could be compared with those of earlier rounds."""
 
 
 class WorkerWatch:
@@ -182,7 +182,7 @@ class WorkerWatch:
     # Progress.
 
     def report(self) -> None:
-        """Tell the master how far everybody is."""
+        """Tell the master how far each worker is."""
         if not self._workers:
             return
         node, incarnation = self._who()
@@ -311,7 +311,7 @@ class WorkerWatch:
             del self._orders[next(iter(self._orders))]
         left = self._time_left(order)
         if left <= 0:
-            log.info("order %d came too late: nobody waits for its answer", order.id)
+            log.info("order %d came after its deadline and is ignored", order.id)
             return
         match order.order:
             case TakeLook():

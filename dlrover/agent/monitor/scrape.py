@@ -45,7 +45,7 @@ class Scrape:
         is_optional: bool = False,
     ) -> None:
         """
-        `prefixes`: only series whose name begins so; empty: all, as far as there is room. `is_optional`: that nobody listens there is no trouble.
+        `prefixes`: only series whose name begins so; empty: all, as far as there is room. `is_optional`: an address where no program listens is no trouble.
         """
         self.name = name
         self._is_optional = is_optional

@@ -1,5 +1,5 @@
 """
-Processes of a cluster that somebody stopped (SIGSTOP): alive for the kernel, and of no use to anybody.
+Processes of a cluster that were stopped (SIGSTOP): alive for the kernel, and of no use.
 
 TensorFlow says nothing about a parameter server that is stopped: steps just do not end. The kernel knows it, so the agent of the node looks with each
 heartbeat. A process that is found stopped twice in a row is killed, and that is a loss like any other.

@@ -29,7 +29,7 @@ class Edition(Struct, frozen=True, kw_only=True):
     parity: tuple[tuple[str, HeldParity], ...] = ()
 
     def obtainable(self) -> set[int]:
-        """Shards that somebody has, or that can be computed from what somebody has."""
+        """Shards that a node has, or that can be computed from what nodes have."""
         return set(self.holders) | {shard for shard in range(self.num_shards) if self.is_computable(shard)}
 
     def is_computable(self, shard: int) -> bool:
@@ -48,7 +48,7 @@ class Edition(Struct, frozen=True, kw_only=True):
         return []
 
     def missing(self, rows: Rows) -> list[int]:
-        """Columns of a stripe that nobody has."""
+        """Columns of a stripe that no node has."""
         columns = rows[0][1].columns
         return [number for number, (shard, _) in enumerate(columns) if shard not in self.holders]
 
@@ -59,7 +59,7 @@ class Edition(Struct, frozen=True, kw_only=True):
 
 
 def editions(told: Mapping[str, HeldList]) -> list[Edition]:
-    """All that anybody holds a part of, by address; the newest first: that of the latest round, and in it of the latest step."""
+    """All that any node holds a part of, by address; the newest first: that of the latest round, and in it of the latest step."""
     shards: dict[str, dict[int, list[tuple[bool, str]]]] = {}
     about: dict[str, tuple[int, int, int]] = {}
     parity: dict[str, list[tuple[str, HeldParity]]] = {}
@@ -91,7 +91,7 @@ def complete(
     all_: Iterable[Edition], *, is_everybody_heard: bool, needed: Mapping[int, tuple[int, ...]]
 ) -> list[Edition]:
     """
-    Those that every rank can have. In a job too large for asking everybody, those of which this node's own shards are there.
+    Those that every rank can have. In a job too large for asking every node, those of which this node's own shards are there.
 
     `needed`: by number of shards, those of this node.
     """
@@ -105,7 +105,7 @@ def complete(
 def shards_of_node(num_shards: int, group_rank: int, group_world_size: int) -> tuple[int, ...]:
     """
     Which shards the workers of a node go on with: an equal part in the order of the nodes; where there are more nodes than shards, they
-    begin again from the first. Empty when neither divides: then the state has to be cut anew, and whole shards help nobody.
+    begin again from the first. Empty when neither divides: then the state has to be cut anew, and whole shards do not help.
     """
     if num_shards % group_world_size == 0:
         per_node = num_shards // group_world_size

@@ -124,7 +124,7 @@ class ReplicaExchange:
 
     @property
     def copied_step(self) -> int | None:
-        """The newest step of which other nodes keep copies or parity of all our shards; None where nobody is to, or does not yet."""
+        """The newest step of which other nodes keep copies or parity of all our shards; None where no node is to keep them, or none does yet."""
         steps = [step for step in self._copied.values() if step is not None]
         return min(steps) if steps and len(steps) == len(self._copied) else None
 
@@ -184,7 +184,7 @@ class ReplicaExchange:
         assert world is not None, "nothing is pushed before the first round"
         peers = await self._peers_for(copies)
         if not peers.keepers:
-            self._tell("nobody", "there is no other node that could keep copies of this node's snapshots")
+            self._tell("no-keeper", "there is no other node that could keep copies of this node's snapshots")
         for keeper in peers.keepers:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pusher, self._push_to, keeper, pinned, request, world.round)

@@ -1,7 +1,7 @@
 """
 One fetch: get the snapshots that the workers of a round need from the other nodes, before the workers start.
 
-Everything happens in threads, and everything ends: with the deadline, or when somebody says that it is not wanted any more. Nothing that
+Everything happens in threads, and everything ends: with the deadline, or when the caller says that it is not wanted any more. Nothing that
 arrives later than that is put where a trainer would find it, because by then trainers save there.
 """
 
@@ -95,7 +95,7 @@ class SnapshotFetch:
             )
 
     def _listen(self, peers: Peers) -> dict[str, HeldList]:
-        """Who answers in time. Nobody waits for the others."""
+        """Who answers in time. No fetch waits for the others."""
         deadline = self._begun_at + self._config.ask_limit
         told: dict[str, HeldList] = {}
 
@@ -125,7 +125,7 @@ class SnapshotFetch:
         """From the first holder that gives it. Raises what the last one led to."""
         holders = edition.holders.get(shard, ())
         turn = self._world.group_rank % max(1, len(holders))  # many newcomers shall not all ask the same node
-        trouble: Exception = Unavailable(f"nobody has shard {shard} of step {edition.step}")
+        trouble: Exception = Unavailable(f"no node has shard {shard} of step {edition.step}")
         for address in (*holders[turn:], *holders[:turn]):
             try:
                 with self._connect(address, self._deadline) as connection:

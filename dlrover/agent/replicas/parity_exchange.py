@@ -198,7 +198,7 @@ class ParityConnections:
 
 
 class _Sources:
-    """Whoever has a part of what is to be computed."""
+    """Each node that has a part of what is to be computed."""
 
     def __init__(self, edition: Edition, round_: Round, lines: ParityConnections) -> None:
         self._edition, self._round, self._lines = edition, round_, lines
@@ -206,10 +206,10 @@ class _Sources:
         """One question at a time to each."""
 
     def column(self, shard: int, start: int, end: int) -> bytearray:
-        """A range of the image of a shard that somebody has."""
+        """A range of the image of a shard that a node has."""
         if start >= end:
             return bytearray()
-        trouble: DLRoverError = Unavailable(f"nobody has shard {shard}")
+        trouble: DLRoverError = Unavailable(f"no node has shard {shard}")
         for address in self._edition.holders[shard]:
             try:
                 return self._pull(

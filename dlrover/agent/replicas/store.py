@@ -124,7 +124,7 @@ class ReplicaStore:
         return HeldList(items=tuple(holding.told() for holding in self._holdings.all()), parity=self.parity.list())
 
     def tidy(self) -> None:
-        """Nobody refreshed these in this round, and everybody has saved since it began: their keeper is another node now."""
+        """No node refreshed these in this round, and all nodes have saved since it began: their keeper is another node now."""
         if self._holdings is None:
             return
         self.parity.tidy(self.round)

@@ -6,11 +6,11 @@ often they forked. It is used where the agent may make cgroups below its own: as
 subtree. Elsewhere the sweep alone does it, and it follows in any case: it reaps, and finds what left the cgroup.
 
 Moving a process into a cgroup costs 5 to 20 ms here, much more than starting a warm worker, so no worker is ever moved. It is born
-in the cgroup of the zygote, which goes on to a new one a second after the last start, when nobody waits for it. Until then the two
+in the cgroup of the zygote, which goes on to a new one a second after the last start, when no process waits for it. Until then the two
 share one, and it cannot be killed as a whole.
 
 Only directories, no controller: limits and accounting stay those of the agent's own cgroup. An agent that is killed leaves empty
-directories behind; their path is in its runtime directory, and whoever removes that removes them, too.
+directories behind; their path is in its runtime directory, and the program that removes it removes them, too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Cgroups:
                 os.rmdir(path)
 
     def close(self) -> None:
-        """When all processes are gone. What cannot be removed yet is left to whoever removes the runtime directory."""
+        """When all processes are gone. What cannot be removed yet is left to the program that removes the runtime directory."""
         self.remove_empty()
         with contextlib.suppress(OSError):
             os.rmdir(self.path)
@@ -98,7 +98,7 @@ def remove_abandoned(older_than: float) -> None:
     """
     Remove directories of agents below our own cgroup in which no process is left and nothing has changed for so long.
 
-    For those whose runtime directory went without us: somebody cleared the temporary directory after killing everything.
+    For those whose runtime directory went without us: a person cleared the temporary directory after killing everything.
     A living agent's is never empty for long, because its zygote is in there.
     """
     own = unified_directory()

@@ -1,7 +1,7 @@
 """
 Makes the workers of this node equal to a target: the workers of one world, or none.
 
-The target is a level. Whoever sets it does not wait; `run` changes one thing at a time, stopping what should no longer run
+The target is a level. The caller that sets it does not wait; `run` changes one thing at a time, stopping what should no longer run
 before starting what should, and looks at the newest target again after each change. So a world that was superseded while
 the old workers were still being stopped is never started.
 """
@@ -58,7 +58,7 @@ class DrivenGroup(Protocol):
 
 
 class WorkerDriver:
-    """Owns the worker group. Everybody else sets targets and hears of outcomes."""
+    """Owns the worker group. All others set targets and hear of outcomes."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class WorkerDriver:
         )
 
     def _check_watcher(self) -> None:
-        """A bug in there must not leave a job that nobody watches."""
+        """A bug in there must not leave a job that no process watches."""
         if self._watcher is not None and self._watcher.done() and not self._watcher.cancelled():
             self._watcher.result()
 

@@ -232,7 +232,7 @@ def read_error_file(path: str) -> Recorded | None:
 def exceptions_of(traceback: str) -> tuple[str, ...]:
     """
     The same from the text alone, where all types in it are Python's own or torch's for process groups. Empty: there is another, of
-    which nobody here knows the bases.
+    which this node does not know the bases.
     """
     names: dict[str, None] = {}
     for line in _EXCEPTION_LINE.findall(traceback):

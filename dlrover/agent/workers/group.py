@@ -224,7 +224,7 @@ class WorkerGroup:
 
     async def await_alike(self) -> None:
         """
-        Give the workers that still run a moment to fail as the others did. Whoever is stopped before has told nothing, and the
+        Give the workers that still run a moment to fail as the others did. A worker that is stopped before has told nothing, and the
         job would begin again with the same mistake.
         """
         pending = {worker.exit for worker in self._workers if worker.exit is not None and not worker.exit.done()}
@@ -289,7 +289,7 @@ class WorkerGroup:
             worker.pattern_verdict = await self._patterns.find(worker.files.tail(), self._config.watch.log_file)
 
     def _tell(self, workers: Sequence[_Worker]) -> tuple[WorkerFailure, ...]:
-        """Failures that nobody was told of. Both callers may have waited for the output of the same worker."""
+        """Failures that were not reported yet. Both callers may have waited for the output of the same worker."""
         untold = [worker for worker in workers if not worker.is_told]
         for worker in untold:
             worker.is_told = True
@@ -527,7 +527,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 class PortOffer:
     """
-    A port of this node, bound and not listening, so that nobody else gets it before our workers do.
+    A port of this node, bound and not listening, so that no other process gets it before our workers do.
 
     Bound without SO_REUSEADDR: with it two agents on one host could hold the same port, neither of them listening.
     And not listening, because a worker of another node that is early must be refused and try again, not connect to

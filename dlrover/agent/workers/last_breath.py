@@ -2,7 +2,7 @@
 Before the survivors of a failure are stopped: have one of them save the newest step that is whole.
 
 Only workers with a guard take part (`dlrover.resilient`, `dlrover.steps`, `ElasticTrainer`). All of them are asked for the step that they have; one of
-those that have the newest saves it to the segment of this node, and all end with an exit code of their own. With any doubt nobody saves. Nodes need not
+those that have the newest saves it to the segment of this node, and all end with an exit code of their own. With any doubt no worker saves. Nodes need not
 talk to each other: the name of such a save contains the step and the digest of its content, and a restart takes only what all nodes have under one name.
 """
 

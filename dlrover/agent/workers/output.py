@@ -5,9 +5,9 @@ Options, file names and line prefixes are torchrun's. Unlike there a stream that
 well passes through a pipe of ours instead of a file that is polled. One thread copies all of them, because a console
 that does not take its bytes must block the worker that prints and not the agent's event loop.
 
-A worker that fails because another one is gone writes its traceback before anybody knows that. It therefore writes the last
+A worker that fails because another one is gone writes its traceback before the agent knows that. It therefore writes the last
 of its stderr, from that traceback on, into a pipe of its own (`WorkerFiles.held_path`). Files get it at once; the console gets
-it when the agent says that this worker is the one that failed first, or when nobody has decided within `stream_copies.LONGEST_HELD`.
+it when the agent says that this worker is the one that failed first, or when no decision has come within `stream_copies.LONGEST_HELD`.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ class WorkerOutput:
         return writer
 
     def _open_held(self, files: WorkerFiles, path: str, prefix: bytes, global_rank: int) -> None:
-        """Beside its stderr. Whoever wants to see the log of the agent sees everything, so nothing is held back there."""
+        """Beside its stderr. A person who wants to see the log of the agent sees everything, so nothing is held back there."""
         usual = next((copy for copy in files.copies if copy.number == 2), None)
         kept = os.path.join(os.path.dirname(files.error_file), "not_shown.log") if self._has_files and not path else ""
         copy = Copy(

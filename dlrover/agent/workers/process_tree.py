@@ -138,9 +138,9 @@ class ProcessTree:
 
     Watches workers through pidfds (or SIGCHLD where there are none), reaps orphans that end by themselves while
     training runs, and stops trees. `keep` names pids that are never touched: the zygote of the moment. With `cgroups`
-    what is to be killed is killed there at once, before anybody looks for it.
+    what is to be killed is killed there at once, before the agent looks for it.
 
-    Helpers, children in our own session that nobody watches here, are left to the code that started them, and so is what
+    Helpers, children in our own session that the agent does not watch, are left to the code that started them, and so is what
     is below them: that code reads the exit status, and a failed upload whose status we had taken would look like a
     success. They end with us. A program that is started in a session of its own cannot be told from what a worker left,
     and is stopped with the workers; one that leaves a child behind in our session leaves a zombie there until we end.
@@ -157,7 +157,7 @@ class ProcessTree:
         self._loop.add_signal_handler(signal.SIGCHLD, self._on_child)
 
     def close(self) -> None:
-        """Kills the helpers as well: whoever waits for them ends now, and the launcher may not be there to do it."""
+        """Kills the helpers as well: the process that waits for them ends now, and the launcher may not be there to do it."""
         self._is_closed = True
         self._loop.remove_signal_handler(signal.SIGCHLD)
         of_workers = {process.pid for process in self._of_workers()}
@@ -171,7 +171,7 @@ class ProcessTree:
         self, pid: int, page: tuple[int, int] | None = None, unneeded_ports: Collection[int] = ()
     ) -> asyncio.Future[Exit]:
         """
-        Resolves when this child has ended: it runs no more of its program. It is reaped later, by nobody else, when the kernel has freed all
+        Resolves when this child has ended: it runs no more of its program. It is reaped later, by us alone, when the kernel has freed all
         that it had. `page` is the descriptor and the place at which it holds a `death_notice`; without one the two moments are one.
         `unneeded_ports` it may keep until then, because no later worker needs them.
         """
@@ -293,7 +293,7 @@ class ProcessTree:
         self.reap_orphans()
 
     def reap_orphans(self) -> None:
-        """Adopted processes that ended by themselves: nobody else would take them out of the process table."""
+        """Adopted processes that ended by themselves: no other process would take them out of the process table."""
         own_pid = os.getpid()
         for process in self._of_workers():
             is_dead_child = process.parent_pid == own_pid and process.state == "Z"
@@ -514,7 +514,7 @@ def _with_handler(
     """
     Those below the workers that have a handler of their own for the signal.
 
-    A fork has its parent's handler as well, and nobody meant that for it: a parent that has reacted to the signal and ended
+    A fork has its parent's handler as well, and it was not meant for it: a parent that has reacted to the signal and ended
     would be followed by a wait for children that only took note of it. A fork shows its parent's command line, at the very place in
     memory where the parent has it; a new program has its own.
     """

@@ -10,8 +10,8 @@ for such a worker is lost. Three ways were weighed to tell it from one that is b
 * whether the handler *began*: exactly the question, costs nothing before the signal, and any blocking call is covered.
 
 So the library in the worker announces two facts (see `dlrover.trainer.worker.sigterm`): a Python handler for SIGTERM is installed,
-and it has begun. They stand where nobody has to clean up after them and where the agent looks anyway, in the mask of caught
-signals in /proc/PID/status: two real-time signals that nobody sends are caught or not. A fork cannot blur them, because only the
+and it has begun. They stand where no process has to clean up after them and where the agent looks anyway, in the mask of caught
+signals in /proc/PID/status: two real-time signals that no process sends are caught or not. A fork cannot blur them, because only the
 worker's own pid is read; an `exec` resets them.
 
 A handler that has not begun after a fifth of a second is given up unless the main thread is computing: one long call into C++
@@ -42,7 +42,7 @@ class Handler(enum.Enum):
     NONE = enum.auto()
     """The default action, or ignored: there is nothing to wait for."""
     SILENT = enum.auto()
-    """There is one, and nobody will tell whether it runs."""
+    """There is one, and no answer will tell whether it runs."""
     ANNOUNCED = enum.auto()
     """It will be seen when it begins."""
 

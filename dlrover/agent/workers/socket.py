@@ -52,7 +52,7 @@ _MAX_PATH_BYTES = 107
 MAX_ASKED = 1024
 """Requests of one connection under way. A worker has one for each thread that waits; more is a bug that fills memory."""
 LONGEST_ASK = 3600.0
-"""Seconds. Nobody waits longer for one answer; who has to, asks again."""
+"""Seconds. No call waits longer for one answer; a caller that has to asks again."""
 
 
 class WorkerRelay(Protocol):
@@ -115,7 +115,7 @@ class WorkerSocket:
         self._relay = relay
 
     def tell_of_snapshots(self, snapshots: Snapshots) -> None:
-        """Who hears of the workers' snapshots; nobody until then."""
+        """Who hears of the workers' snapshots; none until then."""
         self._snapshots = snapshots
 
     def tell_trainers(self, news: TrainerNews) -> None:

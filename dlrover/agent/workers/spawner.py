@@ -215,7 +215,7 @@ class Spawner:
         return request.leash
 
     def close(self) -> None:
-        """End the zygote. Workers live on; whoever still waits for an answer, or asks later, gets an error."""
+        """End the zygote. Workers live on; a caller that still waits for an answer, or asks later, gets an error."""
         self._is_closed = True
         self._cancel_restart()
         self._disconnect()
@@ -266,7 +266,7 @@ class Spawner:
 
     def _attach(self) -> asyncio.AbstractEventLoop:
         """
-        Listen to the zygote on the running loop, to a new one if there is none. Raises StartFailed if there cannot be.
+        Listen to the zygote on the running loop, to a new one if there is none. Raises StartFailed if that fails.
 
         asyncio is imported only now: see the top.
         """

@@ -2,7 +2,7 @@
 The copying behind `WorkerOutput`: pipes from workers, and where their bytes go. One thread does all of it.
 
 Bytes are never reordered within a stream. Files get them at once; a console may have to wait for those that are held back, and gets
-them in any case unless the agent says that they are the consequence of somebody else's failure.
+them in any case unless the agent says that they are the consequence of another worker's failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sink:
     path: str
     file: BinaryIO | None
     is_continued: bool = False
-    """Somebody else writes to it until we do: opened when there is something to add."""
+    """Another process writes to it until we do: opened when there is something to add."""
 
     @classmethod
     def open(cls, path: str) -> Sink:
@@ -186,7 +186,7 @@ class Pump:
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._held: list[Copy] = []
-        """With words that nobody has decided about, the oldest first. Of the pump's thread."""
+        """With words that await a decision, the oldest first. Of the pump's thread."""
         self._passing_on: tuple[float, float | None] = (0.0, None)
         """For how long, and since when just now, bytes are passed on. The other thread only reads it."""
 

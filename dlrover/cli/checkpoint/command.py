@@ -293,7 +293,7 @@ def _progress(total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
 
 
 def _readable(work: Callable[[], Result]) -> Result:
-    """What the operating system has to say about somebody's path is an answer, not a traceback."""
+    """What the operating system has to say about a given path is an answer, not a traceback."""
     try:
         return work()
     except OSError as error:

@@ -113,7 +113,7 @@ def _write(state: Any, path: str, form: Form) -> None:
 
 
 def _give_name(aside: str, target: str) -> None:
-    """At once, and only if nobody else has taken the name meanwhile."""
+    """At once, and only if no other process has taken the name meanwhile."""
     if os.path.isdir(aside):
         os.rename(aside, target)  # fails on a file and on a directory with anything in it
     else:

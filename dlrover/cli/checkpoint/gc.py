@@ -2,7 +2,7 @@
 Which checkpoints could go, and deleting them.
 
 The choice is the one that retention makes in a running job, from what lies there. Never chosen: the newest complete checkpoint, whatever a
-tracker names, what is without our manifest (unless asked for), and what somebody may still be writing.
+tracker names, what is without our manifest (unless asked for), and what another process may still be writing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest
 from dlrover.snapshot.storage.storage import join, parent_of
 
 LEFTOVER_AGE = 3600.0
-"""Seconds after which an attempt that nobody has written to counts as dead: six times what a commit waits for its ranks."""
+"""Seconds after which an attempt to which no process has written counts as dead: six times what a commit waits for its ranks."""
 _ATTEMPTS = (State.STAGED, State.SET_ASIDE, State.INCOMPLETE, State.LEFTOVER)
 
 
@@ -141,7 +141,7 @@ def _expendable(steps: list[int], rules: Rules) -> set[int]:
 
 
 def _has_changed(place: CheckpointPlace, found: Found) -> bool:
-    """Somebody has committed, replaced or tracked it since we looked."""
+    """Another process has committed, replaced or tracked it since we looked."""
     if found.state is State.LEFTOVER:
         return not place.is_file(found.path)
     if _is_whole(place, found.path) != found.is_whole:

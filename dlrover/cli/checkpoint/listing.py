@@ -1,5 +1,5 @@
 """
-What lies in a directory of checkpoints, whoever wrote it, and how far it can be trusted.
+What lies in a directory of checkpoints, no matter which tool wrote it, and how far it can be trusted.
 
 With our manifest a directory is a checkpoint. Directories of the original DLRover and of the frameworks have none: they are recognised by
 their names and files, and whether they are complete only their own tracker can say. Everything here only looks.
@@ -69,7 +69,7 @@ class Found(Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
     num_files: int = 0
     num_shards: int | None = None
-    """How many ranks wrote it; None where nobody says."""
+    """How many ranks wrote it; None where it is unknown."""
     saved_at: float | None = None
     """Seconds since 1970, of the youngest file in it; None where the storage does not tell."""
     trackers: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class Listing(Struct, frozen=True, kw_only=True):
 
 
 class CheckpointPlace:
-    """A path or URL that somebody gave, and how to look at it."""
+    """A path or URL that the user gave, and how to look at it."""
 
     def __init__(self, location: str) -> None:
         self.location = location.rstrip("/") or location

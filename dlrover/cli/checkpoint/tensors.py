@@ -120,7 +120,7 @@ def load_file(place: CheckpointPlace, path: str, *, trusts_pickle: bool = False)
             if trusts_pickle:
                 raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
             raise ConfigError(
-                f"{path} holds more than tensors and plain values, and reading that could run code of whoever wrote it. "
+                f"{path} holds more than tensors and plain values. Reading the rest could run code that the author of the file put there. "
                 f"If you trust the file, give {TRUST}. torch says: {_first_line(error)}"
             ) from error
         except (RuntimeError, EOFError, ValueError, AttributeError, ImportError) as error:
@@ -134,7 +134,7 @@ def load_dcp(place: CheckpointPlace, path: str, *, trusts_pickle: bool = False) 
     if not trusts_pickle:
         raise ConfigError(
             f"{path} is a DCP checkpoint. torch unpickles its {DCP_METADATA} without restriction, which could run code of "
-            f"whoever wrote it. If you trust it, give {TRUST}."
+            f"its author. If you trust it, give {TRUST}."
         )
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -197,7 +197,7 @@ def _load_safetensors(place: CheckpointPlace, path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _torch_quiet() -> Iterator[None]:
-    """torch warns of internals that nobody here can change."""
+    """torch warns of internals that the user cannot change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -32,7 +32,7 @@ class LogConfig:
 
     def __init__(self) -> None:
         self.given_dir = ""
-        """Empty: nobody asked for files."""
+        """Empty: no files were asked for."""
         self._redirects: int | dict[int, int] = 0
         self._tee: int | dict[int, int] = 0
 

@@ -45,11 +45,11 @@ class MasterPort:
     Two sockets make it so. An abstract unix socket named after the address is the claim: other launchers on this host
     see it even while the master is between two lives, and it ends with this process. The port itself is bound but does
     not listen: the master can bind beside it (both allow address reuse, and only one listens), while the kernel gives
-    it to nobody else.
+    it to no other process.
     """
 
     def __init__(self, host: str, port: int, *, purpose: str = "master") -> None:
-        """Raises `SeatTaken` if another launcher claims it, `OSError` if somebody listens there."""
+        """Raises `SeatTaken` if another launcher claims it, `OSError` if a program listens there."""
         self._purpose = purpose
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -90,7 +90,7 @@ class MasterPlace(Struct, frozen=True, kw_only=True):
     is_ours: bool
     """This launcher starts the master and keeps it running."""
     is_port_free_choice: bool = False
-    """Nobody else knows the port: if it is taken after all, another one does as well."""
+    """No other process knows the port: if it is taken after all, another one does as well."""
     bind_host: str = ""
     is_shared: bool = False
     """Other launchers may come to this address."""
@@ -227,7 +227,7 @@ def check_token(token: str, source: str) -> str:
 
 def derive_token(rdzv_id: str) -> str:
     """
-    The token that everybody who knows the id can compute: exactly as strong as the id.
+    The token that every process that knows the id can compute: exactly as strong as the id.
 
     scrypt makes guessing short ids slower, about 20 ms of one core for each guess; it cannot make them strong.
     """
@@ -253,7 +253,7 @@ def own_host(settings: Settings, place: MasterPlace) -> str:
 
 
 def why_silent(address: Address, *, timeout: float = PROBE_TIMEOUT) -> str:
-    """Why no connection comes about; empty: somebody accepts them. Any error of the network is a reason."""
+    """Why no connection comes about; empty: a server accepts them. Any error of the network is a reason."""
     try:
         with socket.create_connection((address.host, address.port), timeout=timeout):
             return ""

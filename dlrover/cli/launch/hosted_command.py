@@ -105,7 +105,7 @@ def exit_code_of(end: JobEnd, *, is_of_worker: bool, stopped_by: int | None) -> 
 
 
 def _check_option(parser: argparse.ArgumentParser, word: str) -> None:
-    """Raises `ConfigError` for an option that is nobody's; the nodes' launcher would know only half of what it could be."""
+    """Raises `ConfigError` for an option that no command knows; the nodes' launcher would know only half of what it could be."""
     name = word.partition("=")[0]
     ours = [option for action in parser._actions for option in action.option_strings]
     if name.startswith("--") and name not in OPTION_NAMES:

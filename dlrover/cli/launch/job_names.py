@@ -25,7 +25,7 @@ class JobName(NamedTuple):
     others: Iterator[str]
     """To be tried in this order while a job of this user on this host has the name; empty: the name is what it is."""
     is_chosen: bool = False
-    """By us: it says nothing to anybody else, and another job may have it tomorrow."""
+    """By us: it says nothing to other processes, and another job may have it tomorrow."""
 
 
 def given(name: str) -> JobName:

@@ -376,7 +376,7 @@ class Launcher:
             self._pass_error_file_on(result)
 
     def _pass_error_file_on(self, result: AgentResult) -> None:
-        """As torchrun: whoever started us may have named a file for the first worker's error."""
+        """As torchrun: the program that started us may have named a file for the first worker's error."""
         target = self._environ.get("TORCHELASTIC_ERROR_FILE")
         first = result.end.first_failure if result.end else None
         if target and first is not None and first.failure.error_file:
@@ -438,7 +438,7 @@ class Launcher:
         )
 
     def _restart_master(self) -> None:
-        """Workers train on without it. When it has been away for as long as agents wait for it, nobody needs it any more."""
+        """Workers train on without it. When it has been away for as long as agents wait for it, no agent needs it any more."""
         self._master_starts_at = None
         try:
             self._start_master()
@@ -530,7 +530,7 @@ class Launcher:
             return None
 
     def _on_port_taken(self) -> None:
-        """Somebody listened first. With a port that nobody else knows, any other does as well."""
+        """Another process listened first. With a port that no other process knows, any other does as well."""
         if not self._place.is_port_free_choice:
             say(f"another launcher hosts the master at {self._place.address}; connecting to it")
             self._place = msgspec.structs.replace(self._place, is_ours=False)
@@ -601,7 +601,7 @@ class Launcher:
         """
         from dlrover.agent.workers.sigterm import caught_signals
 
-        assert self._agent is not None, "nobody to hear it"
+        assert self._agent is not None, "no agent to hear it"
         return {number, signal.SIGTERM} <= caught_signals(self._agent)
 
     def _on_exit(self, pid: int, status: int) -> None:

@@ -1,7 +1,7 @@
 """
 Waiting for a master that another launcher hosts.
 
-There is no event for "somebody now listens on another host", so this is one of the few polls, with jitter, in a thread of
+There is no event for "a process now listens on another host", so this is one of the few polls, with jitter, in a thread of
 its own; the agent imports torch meanwhile and tries by itself. What this adds is a limit and a line of progress.
 """
 

@@ -1,5 +1,5 @@
 """
-A training script that can be read only once, or by nobody but the launcher: `... | dlrover-run /dev/stdin`.
+A training script that can be read only once, or by the launcher alone: `... | dlrover-run /dev/stdin`.
 
 Several workers and every restart need it again. The second reader of a pipe would find an empty script, run it, and look like a
 success. So the launcher reads it to its end, and workers get a copy in the runtime directory.

@@ -117,6 +117,6 @@ def describe_status(status: int) -> str:
 
 
 def send(pid: int, number: int) -> None:
-    """To a child that has not been reaped yet, so the pid cannot belong to anybody else."""
+    """To a child that has not been reaped yet, so the pid cannot belong to another process."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -130,7 +130,7 @@ def _run_launcher(settings_file: str) -> int:
     """
     The launcher's exit code.
 
-    It has a session of its own, so that the terminal's Ctrl-C reaches only us: whoever interrupts us, the launcher
+    It has a session of its own, so that the terminal's Ctrl-C reaches only us: no matter who interrupts us, the launcher
     hears of it exactly once. The first ends the job in good order, the second kills everything at once.
     """
     argv = [sys.executable, "-P", "-m", "dlrover.cli.launch.launcher", settings_file]

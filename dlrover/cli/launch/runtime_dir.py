@@ -38,7 +38,7 @@ _NODE_BYTES = len(f"/{_NODE_PREFIX}00000000")
 _JOB_NAME_BYTES = range(12, 33)
 """How much of a job's name is kept: as much as fits. Below the minimum another root is taken."""
 STALE_AFTER = 600.0
-"""Seconds before a start removes the directory of a dead owner: somebody may want to look at it first."""
+"""Seconds before a start removes the directory of a dead owner: a person may want to look at it first."""
 LOCK_TIMEOUT = 10.0
 """Seconds for the lock on the listing. It is held for milliseconds; longer means that its holder was stopped."""
 OWNER_FILE = "owner.json"
@@ -82,7 +82,7 @@ def snapshot_root(environment: Environment) -> str:
     """
     Directory of this user's snapshot segments; it exists only while there are any.
 
-    Never the directory of the running jobs, even where TMPDIR is in memory too: whoever tidies one does not know the other.
+    Never the directory of the running jobs, even where TMPDIR is in memory too: a tool that tidies one does not know the other.
     """
     base = environment.snapshot_dir if _is_usable(environment.snapshot_dir) else environment.temp_dir
     return os.path.join(base, f"dlrover-snapshots-{os.getuid()}")
@@ -163,7 +163,7 @@ class NodeDirectory:
         life = _open_for_life(os.path.join(self.path, LIFE_FILE), os.O_RDWR | os.O_CREAT)
         self._claims.append(life)
         if not _take(life, LOCK_TIMEOUT):  # not at once: somebody who lists the directories may be looking at it
-            raise BlockingIOError(errno.EWOULDBLOCK, f"somebody else holds {LIFE_FILE}")
+            raise BlockingIOError(errno.EWOULDBLOCK, f"another process holds {LIFE_FILE}")
         # systemd removes what has not been touched for ten days from temporary directories, but for those locked.
         root = _open_for_life(self._root, os.O_RDONLY | os.O_DIRECTORY)
         self._claims.append(root)
@@ -183,7 +183,7 @@ class NodeDirectory:
         return path
 
     def share_token(self) -> str:
-        """The token that launchers of this user on this host share for this job; whoever comes first makes it."""
+        """The token that launchers of this user on this host share for this job; the first of them makes it."""
         path = os.path.join(self.job_dir, TOKEN_FILE)
         with locked(self._root), explained(self.job_dir):
             try:
@@ -313,7 +313,7 @@ def is_alive(path: str, owner: DirectoryOwner | None) -> bool:
     """
     Whether a node directory has a living owner.
 
-    The lock decides. The pid is asked only if there is none to ask (tidied away by somebody): it says nothing about a
+    The lock decides. The pid is asked only if there is none to ask (tidied away): it says nothing about a
     launcher in another container.
     """
     try:
@@ -360,7 +360,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_nodes(root: str) -> tuple[list[tuple[str, DirectoryOwner]], list[LeftBehind]]:
-    """Node directories with a living owner, and those that nobody owns any more."""
+    """Node directories with a living owner, and those without one."""
     living: list[tuple[str, DirectoryOwner]] = []
     dead: list[LeftBehind] = []
     for job in _subdirectories(root):
@@ -420,7 +420,7 @@ def remove_left(path: str, job_name: str, snapshots: str) -> None:
 
 
 def reap_in_passing(root: str) -> None:
-    """For a start that has better things to do: if anything is in the way, somebody else will."""
+    """For a start that has better things to do: if anything is in the way, another start will."""
     with contextlib.suppress(ConfigError):
         reap(root, patience=0.0)
 

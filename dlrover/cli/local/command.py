@@ -78,7 +78,7 @@ from dlrover.protocol.messages.scaling import ScaleTerms
 NODE_FAREWELL = 5.0
 """Seconds that nodes have for leaving by themselves when the master has said that the job is over."""
 CONSOLE_FAREWELL = 60.0
-"""Seconds without any progress that the console has for the last lines; somebody may read them in a pager."""
+"""Seconds without any progress that the console has for the last lines; a person may read them in a pager."""
 STOP_MARGIN = 10.0
 """Seconds beyond the workers' grace that the job has for ending after a signal."""
 MASTER_TIMEOUT = 2.0

@@ -40,7 +40,7 @@ REFRESH_BYTES = 16 * 1024
 
 
 class Display:
-    """`hold` and `release` of whoever brings the nodes' output are set when there is somebody."""
+    """`hold` and `release` of the source of the nodes' output are set when there is one."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Display:
 
 
 def _nothing() -> None:
-    """Nobody prints anything yet."""
+    """No node prints anything yet."""
 
 
 def _describe(node: PlatformNode) -> str:

@@ -5,7 +5,7 @@ Nothing below the launcher looks at these again: values travel in the settings. 
 there they are defaults of flags.)
 
 Which variables count is a matter of care. `RANK` and `WORLD_SIZE` mean node rank and node count in a pod of a
-PyTorchJob, but rank and size of a *worker* when somebody starts `dlrover-run` from inside another launcher's worker;
+PyTorchJob, but rank and size of a *worker* when a script starts `dlrover-run` from inside another launcher's worker;
 they are used only where nothing else explains them.
 """
 
@@ -71,7 +71,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     node_type: NodeType = NodeType.WORKER
     node_group: int = -1
     is_reporting: bool = True
-    """Whether this node tells how the job failed; whoever started all of them tells it once instead."""
+    """Whether this node tells how the job failed; the program that started all of them tells it once instead."""
     preemption_file: str = ""
     master_file: str = ""
     """DLROVER_MASTER_FILE: where the platform writes the master's newest address. Empty: the master stays where it is."""
@@ -175,7 +175,7 @@ def _node_rank(environ: Mapping[str, str]) -> tuple[int | None, str]:
 
 
 def _node_num(environ: Mapping[str, str]) -> int | None:
-    """0 says nothing: it is what the original takes where nobody tells."""
+    """0 says nothing: it is what the original takes where the user gives none."""
     for variable in ("NODE_NUM", "WORKER_NUM"):
         if environ.get(variable):
             return _integer(environ, variable, at_least=0) or None
@@ -286,7 +286,7 @@ def _ports(text: str) -> tuple[int, ...]:
 
 
 def parse_node_errors(value: str) -> tuple[str, ...]:
-    """Written as `#first#second#`. What is written otherwise is of no use to anybody, and no reason not to train."""
+    """Written as `#first#second#`. What is written otherwise is of no use, and no reason not to train."""
     value = value.strip()
     if not value:
         return ()

@@ -85,7 +85,7 @@ class Parsed(NamedTuple):
         return value
 
     def is_given(self, dest: str) -> bool:
-        """Somebody chose this value, by flag or by variable."""
+        """The user chose this value, by flag or by variable."""
         return self.origins[dest] is not ValueOrigin.DEFAULT
 
 

@@ -524,8 +524,8 @@ def _check(parsed: Parsed, limits: Limits, notes: list[str]) -> CheckTerms | Non
     module = module_of(accelerator)
     if module is None:
         notes.append(
-            f"--accelerator {accelerator}: nobody knows how to check such a device, so nodes are not checked. Install "
-            "the package that does, or use cpu."
+            f"--accelerator {accelerator}: no installed package can check such a device, so nodes are not checked. Install "
+            "a package that can, or use cpu."
         )
         return None
     try:

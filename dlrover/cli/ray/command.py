@@ -50,7 +50,7 @@ def run(context: typer.Context) -> None:
 
 @app.command(name="list")
 def list_jobs(address: Address = "") -> None:
-    """List the jobs of the cluster, and results that nobody has asked for yet."""
+    """List the jobs of the cluster, and results that have not been fetched yet."""
     from rich.table import Table
 
     from dlrover.platforms.ray.access import connected
@@ -137,7 +137,7 @@ def stop(job: JobName = "", address: Address = "") -> None:
 
 @app.command()
 def clean(address: Address = "") -> None:
-    """Remove what killed jobs left in the cluster, and results that nobody has asked for."""
+    """Remove what killed jobs left in the cluster, and results that have not been fetched."""
     from dlrover.cli.ray.driver import clean as remove_left
     from dlrover.platforms.ray.access import connected
 

@@ -279,13 +279,13 @@ def in_words(command: Command) -> str:
             most = "an unknown number of" if command.most is None else command.most
             return f"the platform has room for {most} nodes of type {command.node_type.value}{_quoted(command.reason)}"
         case SetScaling():
-            return f"somebody sets scaling to {command.mode.value}"
+            return f"a user sets scaling to {command.mode.value}"
         case ScaleTo():
-            return f"somebody wants {command.nodes} nodes{_quoted(command.reason)}"
+            return f"a user asks for {command.nodes} nodes{_quoted(command.reason)}"
         case PlanOffered():
             return f"{command.source} offers a plan{_quoted(command.sentence)}"
         case StopJob():
-            return f"somebody stops the job{_quoted(command.message)}"
+            return f"a user stops the job{_quoted(command.message)}"
         case _:
             return _plainly(command)
 

@@ -50,7 +50,7 @@ def _named(ask: Ask, round_: Round, topic: str, number: int) -> set[int]:
 
 
 def _exchange(ask: Ask, round_: Round, key: str, before: int, after: int) -> int:
-    """The number that stands there then: this one, if nobody else was quicker. 0: there is none yet."""
+    """The number that stands there then: this one, if no other rank was quicker. 0: there is none yet."""
     expected = str(before).encode() if before else b""
     reply = ask(KvCompareSet(key=key, expected=expected, desired=str(after).encode(), round=round_))
     assert isinstance(reply, KvValues), reply

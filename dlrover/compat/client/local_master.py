@@ -1,7 +1,7 @@
 """
 The master client without a master: a script runs unchanged on a laptop.
 
-Store, sync points and data live in the process, in the same rooms of the core that a job has. The rendezvous knows its own join and nobody else.
+Store, sync points and data live in the process, in the same rooms of the core that a job has. The rendezvous knows its own join and no other.
 Reports are accepted and have no effect.
 """
 
@@ -113,7 +113,7 @@ class LocalDataset:
         )
 
     def get_task(self) -> tuple[int, int]:
-        """A shard that is taken counts as read: one process has nobody to give it back to."""
+        """A shard that is taken counts as read: one process has no other process to give it back to."""
         task = self._tasks.take(self._name)
         if task.task_id >= 0:
             self._tasks.finish(self._name, task.task_id)

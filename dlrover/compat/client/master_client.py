@@ -288,7 +288,7 @@ class MasterClient:
         ]
 
     def num_nodes_waiting(self, rdzv_name: str) -> int:
-        """Nodes that would enlarge the world; standby nodes do not count. -1: the job ends. 0 if nobody answers."""
+        """Nodes that would enlarge the world; standby nodes do not count. -1: the job ends. 0 if no master answers."""
         try:
             status = self._status()
         except DLRoverError as error:

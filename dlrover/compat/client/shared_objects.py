@@ -353,7 +353,7 @@ class SharedQueue(_Shared):
 
 
 class SharedDict(_Shared):
-    """A client's `set` has reached the server when it returns, so nobody reads what is older."""
+    """A client's `set` has reached the server when it returns, so no process reads what is older."""
 
     def __init__(self, name: str = "", create: bool = False) -> None:
         self._content: dict[Any, Any] = {}
@@ -386,7 +386,7 @@ class SharedDict(_Shared):
 
 class SharedMemory:
     """
-    Named memory like the standard library's, but nobody tracks it: it stays until `unlink`, whoever dies.
+    Named memory like the standard library's, but untracked: it stays until `unlink`, whichever process dies.
 
     Room is reserved for real: a full /dev/shm is an error here and not a SIGBUS at the first write.
     """

@@ -3,7 +3,7 @@ The saver's names of the original, on top of our snapshots.
 
 In this software the agent writes checkpoints by itself, from what stands in the segments; scripts need no saver. What scripts and tests of the
 original do with one by name works here on the same segments: write the newest snapshot now, write a certain step, ask
-whether something is being written. A subclass is honoured where the script calls it, not by the agent: whoever wants
+whether something is being written. A subclass is honoured where the script calls it, not by the agent: a script that wants
 files to go elsewhere gives a `storage=`.
 """
 
@@ -170,7 +170,7 @@ class SharedMemoryHandler:
 
 
 class AsyncCheckpointSaver:
-    """Writes snapshots of this node to storage when it is called; nobody has to call it."""
+    """Writes snapshots of this node to storage when it is called; no script has to call it."""
 
     trackers: ClassVar[tuple[str, ...]] = ()
     """Files of the framework that name the newest step, beside ours."""

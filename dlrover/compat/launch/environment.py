@@ -1,7 +1,7 @@
 """
 The questions to the environment and to `/proc` that scripts of the original import.
 
-Nothing of ours uses them; they answer as they always did, but for `get_group_rank`, which said 1 where nobody had set it.
+Nothing of ours uses them; they answer as they always did, but for `get_group_rank`, which said 1 where it was not set.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def deadlines(state: JobState) -> list[Deadline]:
 
 
 def _lose(decision: Decision, node: Node, why: str, *, is_blamed: bool) -> None:
-    """The node is there no more, or begins a new life. Whoever ran with it need not wait any longer."""
+    """The node is there no more, or begins a new life. The nodes that ran with it need not wait any longer."""
     check, rank = decision.state.check, node.rank
     check.needed.pop(node.id, None)
     check.joined.pop(node.id, None)
@@ -104,7 +104,7 @@ def _lose(decision: Decision, node: Node, why: str, *, is_blamed: bool) -> None:
 
 
 def begins_at(state: JobState) -> Micros | None:
-    """When the next check begins with those who have joined it, maybe long ago; None: nobody can tell yet."""
+    """When the next check begins with those who have joined it, maybe long ago; None: not known yet."""
     check, rdzv, terms = state.check, state.rendezvous, state.terms
     if terms is None or check.cycle is not None:
         return None

@@ -78,7 +78,7 @@ def _admit(decision: Decision, passed: list[Node], verdict: CheckVerdict) -> Non
 
 
 def _give_up_unproven(decision: Decision, nodes: list[Node], verdict: CheckVerdict) -> None:
-    """Nobody knows whether they or what is between them is bad. The job goes on without them, or not at all."""
+    """It is unknown whether they or what is between them is bad. The job goes on without them, or not at all."""
     state = decision.state
     if not nodes or state.terms is None:
         return
@@ -92,7 +92,7 @@ def _give_up_unproven(decision: Decision, nodes: list[Node], verdict: CheckVerdi
 
 
 def conclude_perf(decision: Decision, cycle: CheckCycle) -> None:
-    """It measures; it judges nobody, because all of them had passed before."""
+    """It measures; it judges no node, because all of them had passed before."""
     state, check = decision.state, decision.state.check
     check.end_cycle()
     measured = {rank: gbps for rank, gbps in check.bandwidths.items() if gbps > 0}
@@ -172,7 +172,7 @@ def _end_job(decision: Decision, sentence: str) -> None:
 
 
 def _is_nobody_left(state: JobState) -> bool:
-    """Nor will anybody come by himself. People may start further nodes; but if all that came are bad, they should look."""
+    """Nor will any node come by itself. People may start further nodes; but if all that came are bad, they should look."""
     is_awaited = state.fleet is not None and bool(state.fleet.workers.holders)
     return not is_awaited and not any(node.dismissed is None for node in state.nodes.live.values())
 

@@ -8,7 +8,7 @@ healthy job needs one phase, a single fault two.
 
 Each phase has the number of a round; a report names it, so a late one cannot be taken for a report of the next phase.
 A node that dies counts as failed and explains the failure of its partners. A node that comes late is tested in the next
-phase. Nobody is left out of a phase, and nobody is in two groups.
+phase. No node is left out of a phase, and none is in two groups.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.job import NodeRank, Round
 
 _NUM_TIMES_SHOWN = 32
-"""Of a larger job only the slowest are listed: nobody reads a thousand figures."""
+"""Of a larger job only the slowest are listed: no person reads a thousand figures."""
 _NUM_SLOWEST_SHOWN = 8
 _LONGEST_MS = 86_400_000.0
 
@@ -132,7 +132,7 @@ class CheckCycle(Struct, kw_only=True):
     trials: list[Trial] = []
     """Phases so far. Those inside scheduling groups are dropped when the links between them are tested."""
     final: CheckVerdict | None = None
-    """Kept until the next cycle begins, for whoever asks late."""
+    """Kept until the next cycle begins, for nodes that ask late."""
 
     @classmethod
     def begin(
@@ -295,7 +295,7 @@ class CheckCycle(Struct, kw_only=True):
         return self._plan_confirmation(findings)
 
     def _plan_diagnostic(self, findings: Findings) -> tuple[PhaseName, Groups]:
-        """From the fastest to the slowest; whoever has no time may be anything, whoever failed comes last."""
+        """From the fastest to the slowest; a node without a time may be anything, a failed one comes last."""
         present = self._present()
         failed = {rank for trial in self.trials for rank, report in trial.reports.items() if not report.ok}
 

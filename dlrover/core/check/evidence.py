@@ -1,13 +1,13 @@
 """
 What the runs of a node check prove about each node.
 
-A group's collective fails for everybody in it as soon as one member is bad, so a failed run accuses all and convicts
-nobody. What counts:
+A group's collective fails for every node in it as soon as one member is bad, so a failed run accuses all and convicts
+none. What counts:
 
 * A run that passed, in a group of at least two, proves the node good. A run alone proves nothing about its links.
 * A failed computation is the node's own fault, and so is a failure while it ran alone (after a second chance).
 * Else a node is at fault only if it never passed and failed in a pair with a partner who was known to be good before, or
-  in pairs with two who proved good later. One such run may be the fault of a link. A larger group convicts nobody: there
+  in pairs with two who proved good later. One such run may be the fault of a link. A larger group convicts no node: there
   the link may be one between two others.
 * Two good nodes that failed together have a suspect link between them.
 
@@ -28,7 +28,7 @@ from dlrover.protocol.messages.check import ExitClass as ExitClass
 from dlrover.protocol.messages.job import NodeRank
 
 NUM_SMALL = 3
-"""With so many nodes or fewer there is no independent pair to compare with: nodes are tested alone, and nobody is slow."""
+"""With so many nodes or fewer there is no independent pair to compare with: nodes are tested alone, and none is called slow."""
 
 
 class CheckRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

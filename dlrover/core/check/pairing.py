@@ -56,7 +56,7 @@ def by_scheduling_group(
 
 
 def inside(parts: Iterable[Sequence[NodeRank]], pair: Callable[[Sequence[NodeRank]], Groups]) -> Groups:
-    """Each scheduling group by itself: nobody is ever tested with a stranger, and an odd one has a partner if there is one."""
+    """Each scheduling group by itself: no node is ever tested with a stranger, and an odd one has a partner if there is one."""
     return tuple(group for part in parts for group in pair(part))
 
 
@@ -65,7 +65,7 @@ def across(parts: Sequence[Sequence[NodeRank]]) -> Groups:
     The same position of every scheduling group together.
 
     The longest group's tail has no counterpart. Those nodes join groups that exist, from the last backwards and one
-    each, so that no group grows large and nobody is tested alone.
+    each, so that no group grows large and no node is tested alone.
     """
     length = max((len(part) for part in parts), default=0)
     positions = [[part[place] for part in parts if place < len(part)] for place in range(length)]
@@ -110,7 +110,7 @@ def confirmation(
     Each doubtful node with a reference, a node that is known to be good; best ones first, new acquaintances before old.
 
     Doubtful nodes for which no reference is left pair up with each other where `may_pair_up` says that this can teach
-    something: two that pass together are both good. Whoever is not needed has nothing to prove and runs alone.
+    something: two that pass together are both good. A node that is not needed has nothing to prove and runs alone.
     """
     groups: list[Group] = []
     free = list(references)

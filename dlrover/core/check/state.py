@@ -55,7 +55,7 @@ class NodeCheck(Struct):
     """Places in the groups that run."""
     phase_ends_at: Micros = Micros(0)
     hurried: dict[int, Micros] = {}
-    """By when groups in which somebody failed must be done, by index."""
+    """By when groups in which a node failed must be done, by index."""
     messages: dict[NodeRank, str] = {}
     """Newest words of a task that failed in this check."""
     bandwidths: dict[NodeRank, float] = {}
@@ -74,7 +74,7 @@ class NodeCheck(Struct):
         return Round(self.round + 1)
 
     def ends_at(self) -> Micros | None:
-        """When somebody who has not reported counts as failed."""
+        """When a node that has not reported counts as failed."""
         if self.cycle is None:
             return None
         return min(self.phase_ends_at, *self.hurried.values()) if self.hurried else self.phase_ends_at
@@ -116,13 +116,13 @@ class NodeCheck(Struct):
         )
 
     def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
-        """Nobody could join or report while the master was away."""
+        """No node could join or report while the master was away."""
         self.call_began_at = Micros(self.call_began_at + now - last_command_at)
         self.phase_ends_at = after_outage(self.phase_ends_at, last_command_at, now)
         self.hurried = {group: after_outage(at, last_command_at, now) for group, at in self.hurried.items()}
 
     def close(self) -> None:
-        """The job is over, or begins anew: nobody is checked now. What was found out stays."""
+        """The job is over, or begins anew: no node is checked now. What was found out stays."""
         self.needed = {}
         self.joined = {}
         self.cycle = None
@@ -133,7 +133,7 @@ class NodeCheck(Struct):
         self.num_attempts = 0
 
     def end_cycle(self) -> None:
-        """It has its verdict; whoever has joined a later round already keeps that."""
+        """It has its verdict; a node that has joined a later round already keeps that."""
         self.cycle = None
         self.lacking, self.worlds, self.hurried = {}, {}, {}
         self.joined = {node: joined for node, joined in self.joined.items() if joined.round > self.round}

@@ -3,7 +3,7 @@ Break points: what is worth keeping of the memory of workers that have ended.
 
 When the workers of a round end, each node tells which complete snapshots it has and keeps them from being overwritten. As soon as all
 members of the world have told, or after a short while, the newest snapshot is chosen of which every shard is somewhere, and one holder
-of each shard writes it. A node that is dead holds nothing; if nobody else has its shard, that snapshot is lost and an older one is taken, or
+of each shard writes it. A node that is dead holds nothing; if no other node has its shard, that snapshot is lost and an older one is taken, or
 none. The workers of the next round need not wait for any of it: what they may not overwrite is held by their agents.
 """
 
@@ -26,7 +26,7 @@ from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import Done, LookAgain, Micros, NodeId, Reply, Round
 
 BREAK_GRACE = 10.0
-"""Seconds from the first report to the decision, if somebody's is missing."""
+"""Seconds from the first report to the decision, if a node's is missing."""
 MAX_HELD = 4096
 """Snapshots of one node: its workers times their slots."""
 _LARGEST = 2**53
@@ -80,7 +80,7 @@ def _open(decision: Decision, round_: Round) -> BreakPoint:
 
 
 def lose(decision: Decision, node: NodeId) -> None:
-    """What a dead node held is gone, and nobody waits for its report."""
+    """What a dead node held is gone, and no node waits for its report."""
     open_ = decision.state.checkpoints.breaks.open
     if open_ is None:
         return

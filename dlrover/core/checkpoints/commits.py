@@ -52,7 +52,7 @@ MAX_TRIES = 3
 """Nodes that may try to commit one attempt."""
 LONGEST_SAVE = 86_400.0
 SHORTEST_COMMIT = 60.0
-"""Seconds that a committer has at least. Somebody's short patience with shards says nothing about a busy storage."""
+"""Seconds that a committer has at least. A caller's short patience with shards says nothing about a busy storage."""
 _LARGEST = 2**53
 
 
@@ -97,7 +97,7 @@ def request_save(decision: Decision, reason: str) -> None:
 
 def on_model_restored(decision: Decision) -> None:
     """
-    The ranks went on with an older model. A checkpoint of what they gave up must not become the newest: nobody could tell any more what
+    The ranks went on with an older model. A checkpoint of what they gave up must not become the newest: it would not be known what
     its model had read.
     """
     room, data = decision.state.checkpoints, decision.state.data
@@ -209,7 +209,7 @@ def _checkpoint_committed(command: CheckpointCommitted, decision: Decision) -> R
 
 
 def _give_up_older(decision: Decision, directory: str, round_: int) -> None:
-    """Of saves of former rounds nobody writes the missing shards any more; who waits for them would wait in vain."""
+    """Of saves of former rounds no rank writes the missing shards any more; who waits for them would wait in vain."""
     room = decision.state.checkpoints
     for key, each in list(room.attempts.items()):
         if each.directory == directory and each.round < round_ and not each.is_complete:
@@ -317,7 +317,7 @@ def _appoint(decision: Decision) -> None:
 
 
 def _candidate(state: JobState, attempt: SaveAttempt) -> NodeId | None:
-    """The writer of the lowest shard who is there and has not failed; who has no stream only if nobody else is left."""
+    """The writer of the lowest shard who is there and has not failed; who has no stream only if no other is left."""
     writers = dict.fromkeys(attempt.writers[shard] for shard in sorted(attempt.writers))
     left = [node for node in writers if node in state.nodes.live and node not in attempt.tried]
     connected = [node for node in left if state.nodes.is_connected(node)]

@@ -71,7 +71,7 @@ def _spot(node: Node | None, id_: NodeId) -> Spot:
 
 
 def _peer(world: World, position: int, state: JobState) -> Peer | None:
-    """None: it is gone, or serves nobody."""
+    """None: it is gone, or serves no other node."""
     member = world.members[position]
     node = state.nodes.live.get(member.node)
     return None if node is None or not node.peer else Peer(node.id, node.rank, node.peer)

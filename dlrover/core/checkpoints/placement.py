@@ -1,9 +1,9 @@
 """
 Who keeps whose copy: never the same host while there is another, and another rack or switch while there is one.
 
-Nodes are put in a line so that those that may fail together stand together. Everybody's copy goes a fixed distance down that line,
+Nodes are put in a line so that those that may fail together stand together. Each node's's copy goes a fixed distance down that line,
 which closes to a ring. A distance of at least the largest domain leads out of every domain, if no domain has more than half of the nodes;
-and because it is the same for all, everybody keeps exactly as much as it gives. If even a host has more than half of the nodes there is no such
+and because it is the same for all, every node keeps exactly as much as it gives. If even a host has more than half of the nodes there is no such
 distance, and each node looks for itself; some keep more than others then.
 
 Parity groups are cut from the same line by dealing it out like cards, so that neighbours come into different groups.
@@ -24,7 +24,7 @@ class Spot(Struct, frozen=True):
 
     host: str
     place: tuple[str, ...] = ()
-    """Switches above it, outermost first. Empty: nobody knows."""
+    """Switches above it, outermost first. Empty: not known."""
     group: int = -1
     """Rack; -1: none."""
 
@@ -89,7 +89,7 @@ def _line(spots: Sequence[Spot]) -> list[int]:
 
 
 def _safe_distance(line: Sequence[Spot]) -> int | None:
-    """How far away nobody of the same domain is, for the widest domains that allow it. None: not even for hosts."""
+    """How far away no node of the same domain is, for the widest domains that allow it. None: not even for hosts."""
     deepest = max(len(spot.domains) for spot in line)
     for depth in range(deepest):
         sizes: dict[tuple[str, ...], int] = {}

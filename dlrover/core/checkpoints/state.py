@@ -90,7 +90,7 @@ class SaveAttempt(Struct, kw_only=True):
     """By shard: who wrote it last."""
     digests: dict[int, str] = {}
     promised: list[int] = []
-    """Shards that nodes which have left are writing: nobody will report them, the committer waits for their files."""
+    """Shards that nodes which have left are writing: no node will report them, the committer waits for their files."""
     committer: NodeId | None = None
     duty: int = 0
     """Number under which the committer is told."""
@@ -133,7 +133,7 @@ class Checkpoints(Struct):
     trouble: CheckpointTrouble | None = None
     """The newest failure, until a checkpoint is committed."""
     request: SaveRequested | None = None
-    """Somebody wants a storage save, and none was committed since."""
+    """A storage save is wanted, and none was committed since."""
     breaks: BreakPoints = msgspec.field(default_factory=BreakPoints)
     last_number: int = 0
     """Of attempts, duties, outcomes, requests and decisions together."""

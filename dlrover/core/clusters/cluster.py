@@ -10,7 +10,7 @@ For a save that shall be exact (`exact_saves`) the way leads from SAVING back to
 A loss of a server goes to GATHERING at once. Workers, and a chief beside living variables, come and go within a version.
 
 Values in, sentences out: this room knows neither the platform nor the agents. `look` compares what is there with what shall be there, and may be
-called as often as anybody likes.
+called as often as a caller likes.
 """
 
 from __future__ import annotations
@@ -416,7 +416,7 @@ class Cluster(Struct, kw_only=True):
         return [*said, f"The process of {seat.label} starts again; the others go on."], count
 
     def master_restarted(self, by: int) -> None:
-        """Nobody could say anything meanwhile."""
+        """No process could report meanwhile."""
         self.since, self.began_at = Micros(self.since + by), Micros(self.began_at + by)
         if self.changes_since is not None:
             self.changes_since = Micros(self.changes_since + by)
@@ -509,7 +509,7 @@ class Cluster(Struct, kw_only=True):
         self._enter(ClusterPhase.PARKING, now)
 
     def _save_without(self, late: list[TaskProcess], now: Micros, said: list[str]) -> None:
-        """Nobody is ended for the sake of a save: it is made while some still train, as one without `exact_saves`."""
+        """No process is ended for the sake of a save: it is made while some still train, as one without `exact_saves`."""
         who = ", ".join(each.seat.label for each in late)
         if any(each.seat.node_type is NodeType.CHIEF for each in late):
             self._go_on(f"{who} has not parked within {PARK_PATIENCE:g} s for an exact save: all go on.", now, said)
@@ -518,7 +518,7 @@ class Cluster(Struct, kw_only=True):
         self._enter(ClusterPhase.SAVING, now)
 
     def _go_on(self, sentence: str, now: Micros, said: list[str]) -> None:
-        """The version trains on, as if nobody had wanted to save."""
+        """The version trains on, as if no save had been wanted."""
         self.is_only_saving = False
         for process in self.processes.values():
             process.is_parked = False

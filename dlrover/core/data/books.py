@@ -30,15 +30,15 @@ class DataBooks(Struct):
     further makes all before it superfluous.
     """
     history_from: Round = Round(0)
-    """The ranks of this round took up a model of another history. Nobody can tell what older rounds share with it, so nothing of theirs counts."""
+    """The ranks of this round took up a model of another history. It is unknown what older rounds share with it, so nothing of theirs counts."""
     held_back_since: Micros | None = None
-    """When somebody first had to wait in this round for the word about its model; None: nobody did."""
+    """When a worker first had to wait in this round for the word about its model; None: none did."""
     folded: int = NO_STEP
     """The newest step of a checkpoint in storage: what its model contains is not listed any more."""
     late: dict[Round, int] = {}
     """The newest step in storage of each round whose checkpoints do not count yet."""
     awaited: dict[str, str] = {}
-    """What the restored checkpoint says of datasets that nobody has registered yet."""
+    """What the restored checkpoint says of datasets that are not registered yet."""
 
     def find(self, name: str) -> Dataset:
         dataset = self.datasets.get(name)
@@ -67,7 +67,7 @@ class DataBooks(Struct):
         return (*other, *self.restored.items())
 
     def master_restarted(self, last_command_at: Micros, now: Micros) -> None:
-        """Nobody could say anything meanwhile."""
+        """No process could report meanwhile."""
         if self.held_back_since is not None:
             ends_at = after_outage(Micros(self.held_back_since + micros(RESTORE_PATIENCE)), last_command_at, now)
             self.held_back_since = Micros(ends_at - micros(RESTORE_PATIENCE))
@@ -88,7 +88,7 @@ class DataBooks(Struct):
     def state_for_manifest(self, step: int, round_: Round) -> str:
         """
         What the model of a save has still to read. Empty: the job reads no shards for training, the ranks went back behind that model, or
-        a later one is in storage already, so that nobody can tell any more.
+        a later one is in storage already, so that it is not known any more.
         """
         if self.last_shared(step, round_) < step or step < self.folded:
             return ""

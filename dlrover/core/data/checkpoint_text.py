@@ -6,7 +6,7 @@ lists every shard of the epoch that is not done; so do we up to `MOST_LISTED` sh
 billion records need no list.
 
 A text of the original (no `version`) means: `doing` first, then `todo`, then the epochs after `epoch`, which counts from 1. It may name
-the records of a shard one by one, when they were shuffled by an order that nobody can compute again.
+the records of a shard one by one, when they were shuffled by an order that cannot be computed again.
 """
 
 from __future__ import annotations

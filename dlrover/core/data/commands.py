@@ -4,7 +4,7 @@ Registering datasets, taking and returning shards, and streams that grow; and wh
 A lease names a worker's life: its node, incarnation, round and local rank. Whatever a former life held goes back to the head of the
 queue when its node is given up or a new round begins.
 
-In a new round nobody gets a shard of a dataset whose records are in a model provisionally, before the ranks have said which
+In a new round no worker gets a shard of a dataset whose records are in a model provisionally, before the ranks have said which
 model they go on with; nor does a worker that has loaded a model itself, and whose word is still under way with another rank. A job that
 tells the steps of its model and never says that would wait in vain, so after a while the shards are given out all the
 same; then records may be read twice, and a sentence says so.

@@ -1,5 +1,5 @@
 """
-The books of one dataset: what nobody has taken yet, who holds what, and what is in the model since which step.
+The books of one dataset: what is not taken yet, who holds what, and what is in the model since which step.
 
 A record of an epoch is always in exactly one of these places:
 
@@ -74,7 +74,7 @@ class Dataset(FreshData, Struct):
     """Microseconds from the giving of a shard to its end, lately."""
     outdone: dict[int, Outdone] = {}
     num_unbegun: int = 0
-    """Held shards of which nobody has reported anything."""
+    """Held shards of which nothing is reported yet."""
     num_recalled: int = 0
     is_stepped: bool = False
     """Its readers name the steps of their model: so they will say which model a round goes on with."""
@@ -112,7 +112,7 @@ class Dataset(FreshData, Struct):
         return True
 
     def places_left(self) -> tuple[object, ...]:
-        """What nobody has consumed, the same for books that say it in other pieces."""
+        """What is not consumed yet, the same for books that say it in other pieces."""
         pieces = sorted([*self.returned, *self.held_ranges()], key=lambda each: (each.key, each.start))
         whole: list[Range] = []
         for each in pieces:
@@ -144,7 +144,7 @@ class Dataset(FreshData, Struct):
 
     def take(self, reader: LeaseHolder, want: int) -> list[LeasedShard]:
         """
-        Up to `want` shards, returned ones first. Towards the end of an epoch everybody gets fewer at once, so that nobody is
+        Up to `want` shards, returned ones first. Towards the end of an epoch every worker gets fewer at once, so that none is
         left with a heap while the others have nothing.
         """
         given = []
@@ -158,7 +158,7 @@ class Dataset(FreshData, Struct):
 
     def take_copy(self, reader: LeaseHolder) -> LeasedShard | None:
         """
-        Nobody has anything left but what is being read: a second copy of what a slow worker holds for longest. Whoever is through with it
+        Nothing is left but what is being read: a second copy of what a slow worker holds for longest. The worker that finishes it
         first counts. Not for training: a model must not see a record twice.
         """
         slow = SLOW * self.typical
@@ -201,7 +201,7 @@ class Dataset(FreshData, Struct):
         return LeasedShard(id_, found.epoch, found.start, found.end, found.partition, listed, found.listing)
 
     def recall(self) -> bool:
-        """Somebody has nothing to do: ask the holder of most shards for half of what it has not begun. False: nobody has any."""
+        """A worker has nothing to do: ask the holder of most shards for half of what it has not begun. False: no worker has any."""
         if self.is_stream:
             return False  # the rest of a partition is read by the one who reads its beginning
         if (
@@ -249,7 +249,7 @@ class Dataset(FreshData, Struct):
         self.typical = max(1, micros if not self.typical else (7 * self.typical + micros) // 8)
 
     def _count_copy(self, held: HeldShard, taken: Range) -> Range:
-        """What of it nobody has reported before. Both copies know from now on."""
+        """What of it was not reported before. Both copies know from now on."""
         start = min(max(taken.start, held.counted_to), taken.end)
         for each in (held, self.held[held.twin]) if held.twin else (held,):
             each.counted_to = max(each.counted_to, taken.end)
@@ -300,7 +300,7 @@ class Dataset(FreshData, Struct):
         return self.readers[held.node][held.local_rank]
 
     def _take_back(self, id_: int) -> list[Range]:
-        """What has to be given to somebody else: nothing of a copy that another still reads."""
+        """What has to be given to another worker: nothing of a copy that another still reads."""
         if self.outdone.pop(id_, None) is not None:
             return []
         held = self.held[id_]

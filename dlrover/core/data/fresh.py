@@ -1,5 +1,5 @@
 """
-What nobody has taken yet of a dataset: the rest of an epoch behind its cursor, and what lies beyond the offsets of a stream.
+What is not taken yet of a dataset: the rest of an epoch behind its cursor, and what lies beyond the offsets of a stream.
 
 Nothing is stored for it: the order of shards and records is computed (`permutation`), the same in every process.
 """
@@ -67,7 +67,7 @@ class FreshData(Struct):
 
     @property
     def num_fresh(self) -> int:
-        """Records of this epoch that nobody has taken."""
+        """Records of this epoch that are not taken."""
         if self.is_stream:
             known = sum(max(0, self.ends[part] - at) for part, at in self.offsets.items() if part in self.ends)
             return known if self.num_left < 0 else self.num_left
@@ -79,7 +79,7 @@ class FreshData(Struct):
         return left - short if self._place_of(last) >= self.cursor else left
 
     def fresh_ranges(self) -> list[Range]:
-        """What is left of the epoch, in its order: only for datasets of which somebody wants a list."""
+        """What is left of the epoch, in its order: only for datasets of which a list is wanted."""
         order = self._order()
         indices = [order.at(place) if self._shuffles_shards else place for place in range(self.cursor, self.num_shards)]
         return [self._shard_range(index) for index in indices]

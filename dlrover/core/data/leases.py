@@ -34,11 +34,11 @@ class HeldShard(Struct):
     twin: int = 0
     """The other copy, if a second worker got the same because this one is slow."""
     counted_to: int = -1
-    """Of a copy: up to where the records count as consumed already, whoever read them."""
+    """Of a copy: up to where the records count as consumed already, no matter which worker read them."""
 
     @property
     def open(self) -> Range:
-        """What nobody has reported."""
+        """What is not reported."""
         whole = self.range
         return Range(whole.epoch, max(whole.start, self.counted_to), whole.end, whole.partition, whole.listing)
 

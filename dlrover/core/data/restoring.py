@@ -2,7 +2,7 @@
 Models that come back, and the data with them.
 
 The ranks of a round say which model they go on with. The books know by themselves what a model of the running job had read; the text of its
-checkpoint counts where they do not, or where somebody named that checkpoint.
+checkpoint counts where they do not, or where the user named that checkpoint.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _say_what_is_repeated(decision: Decision, name: str, stored: int, step: int)
 
 
 def _told_states(command: RestoreAgreed, decision: Decision) -> ToldStates:
-    """A state that cannot be read must not keep anybody from training: the sentence says what it means."""
+    """A state that cannot be read must not keep the job from training: the sentence says what it means."""
     try:
         if command.data_state:
             return read_states(command.data_state)

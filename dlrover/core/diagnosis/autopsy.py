@@ -1,7 +1,7 @@
 """
-The autopsy: one page about a job that stood still, for somebody who was woken up by it.
+The autopsy: one page about a job that stood still, for a person who was woken up by it.
 
-Who, since when, what, how sure, and what follows; then the stack of the odd rank against the one that the others have in common; then everybody
+Who, since when, what, how sure, and what follows; then the stack of the odd rank against the one that the others have in common; then all ranks
 in one table, ranks at the same place in one row.
 """
 

@@ -2,7 +2,7 @@
 Who is cut off from the network, by what the ranks have sent without an answer.
 
 Each such connection accuses both of its ends. The one end that all of them have in common is the one that is cut off; where there is none, or only a
-single pair, nobody can tell which of them it is.
+single pair, it is unknown which of them it is.
 """
 
 from __future__ import annotations

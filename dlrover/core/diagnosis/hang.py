@@ -1,5 +1,5 @@
 """
-The judgement over a job that stands still: from two dumps of everybody to a culprit, a class of fault, and whether that is proof.
+The judgement over a job that stands still: from two dumps of every rank to a culprit, a class of fault, and whether that is proof.
 
 Proof is what cannot be mistaken for slow work: a process that is stopped; or a rank that rests outside the collective in which the others
 wait for it, at the same place in both dumps, without any processor time, input, output or page fault between them, though by its own
@@ -32,7 +32,7 @@ IDLE_SWITCHES = 5.0
 DATA_PATIENCE = 60.0
 """Seconds before a rank that waits for data or for storage is restarted: both often come back, and a restart makes neither quicker."""
 ENDING = 30.0
-"""Seconds that an interpreter may take to end before anybody says that it does not."""
+"""Seconds that an interpreter may take to end before it counts as one that does not."""
 LONG_PHASES = (Phase.START, Phase.COMPILE, Phase.EVALUATION)
 MAX_SENTENCES = 12
 _STORAGE_CHANNELS = (
@@ -88,7 +88,7 @@ class Sight(Struct, frozen=True, kw_only=True):
 
     @property
     def is_in_long_phase(self) -> bool:
-        """Or in the first step of this life, or in a debugger, or nobody knows."""
+        """Or in the first step of this life, or in a debugger, or it is unknown."""
         progress = self.second.progress
         if progress is None or progress.phase in LONG_PHASES or not progress.step_seconds:
             return True
@@ -100,7 +100,7 @@ class Sight(Struct, frozen=True, kw_only=True):
 
 
 class HangFinding(Struct, frozen=True, kw_only=True):
-    """What the dumps say, before anybody thinks of what to do."""
+    """What the dumps say, before it is decided what to do."""
 
     fault: FaultClass
     culprits: tuple[Culprit, ...]
@@ -110,11 +110,11 @@ class HangFinding(Struct, frozen=True, kw_only=True):
     patience: float = 0.0
     """Seconds of standing still before the proof counts, if more than usual."""
     is_long_phase: bool = False
-    """Somebody to blame computes or goes on, if slowly, or is in a phase that is known to take long."""
+    """A rank to blame computes or goes on, if slowly, or is in a phase that is known to take long."""
     is_urgent: bool = False
     """Proof that needs no second dump: stopped."""
     is_premature: bool = False
-    """Somebody is just ending or has just come: the next look will say more."""
+    """A worker is just ending or has just come: the next look will say more."""
 
 
 def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: float) -> Sight:
@@ -264,7 +264,7 @@ def _own_fault(culprits: Sequence[Sight]) -> tuple[FaultClass, str, float]:
 
 
 def _judge_collectives(waiting: Sequence[Sight]) -> HangFinding:
-    """Everybody is in a collective: in the same one?"""
+    """Every rank is in a collective: in the same one?"""
     cut_off = find_cut_off([sight.second for sight in waiting])
     if cut_off is not None:
         return _blame_network(waiting, cut_off)  # who has got what and who has not is chance then
@@ -347,7 +347,7 @@ def _blame_threads(waiting: Sequence[Sight], shared: SharedGroup) -> HangFinding
 
 
 def _judge_all_elsewhere(sights: Sequence[Sight]) -> HangFinding:
-    """Nobody waits for anybody."""
+    """No rank waits for another."""
     overdue = [sight for sight in sights if sight.is_overdue] or list(sights)
     fault, sentence, confidence = _own_fault(overdue)
     if fault is FaultClass.DEADLOCK and len(sights) > 1:

@@ -1,5 +1,5 @@
 """
-Looks: everybody is asked twice what it is doing, and the answers are put side by side.
+Looks: every worker is asked twice what it is doing, and the answers are put side by side.
 
 A look is harmless, so it is taken early and repeated while the job stands still, in growing intervals. The second dump comes late enough
 that a pause of the usual length would be over by then.

@@ -1,7 +1,7 @@
 """
-Nodes that the platform runs and from which nobody has come: a broken image, a network that leads nowhere, a start that hangs.
+Nodes that the platform runs and from which no agent has come: a broken image, a network that leads nowhere, a start that hangs.
 
-Silence cannot be told of somebody who was never heard, so there is a deadline for the first word. The finding becomes a command like any other. A rank whose
+Silence cannot be told of a node that was never heard, so there is a deadline for the first word. The finding becomes a command like any other. A rank whose
 nodes stay mute again and again is not exchanged any more: then something else is wrong, and people are told.
 """
 

@@ -1,8 +1,8 @@
 """
-The picture of a job that diagnosticians look at: who trains where, how far everybody is, and what nodes told of themselves.
+The picture of a job that diagnosticians look at: who trains where, how far each worker is, and what nodes told of themselves.
 
 Volatile and bounded. It holds what was heard, nothing that was concluded; a new master begins with an empty one and has it whole again after
-one heartbeat of everybody.
+one heartbeat of every node.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Picture:
         return (record for record in self.ranks.values() if record.heard_at)
 
     def newest_progress_at(self) -> Micros:
-        """When anybody last entered another phase, as far as is known."""
+        """When any worker last entered another phase, as far as is known."""
         return Micros(max((record.entered_at for record in self.heard()), default=self.scene.began_at))
 
     def newest_step(self) -> int | None:

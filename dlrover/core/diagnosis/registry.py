@@ -1,4 +1,4 @@
-"""The diagnosticians that every job has. Users' own run in the shell, because nobody knows what they do."""
+"""The diagnosticians that every job has. Users' own run in the shell, because it is unknown what they do."""
 
 from __future__ import annotations
 

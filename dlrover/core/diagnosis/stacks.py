@@ -75,7 +75,7 @@ def signature(dump: WorkerDump) -> tuple[str, ...]:
 
 def device_collective(dump: WorkerDump) -> Collective | None:
     """
-    The oldest that runs on a device and does not end: whoever began it waits for those who did not.
+    The oldest that runs on a device and does not end: the ranks that began it wait for those that did not.
 
     The call has returned long ago, and the main thread sleeps, spins or is somewhere else: neither its stack nor its processor time say anything then.
     """
@@ -121,7 +121,7 @@ def is_loading(dump: WorkerDump) -> bool:
 
 
 def is_debugged(dump: WorkerDump) -> bool:
-    """Somebody sits at a prompt inside the script."""
+    """A person sits at a prompt inside the script."""
     return any(frame.file.endswith(_DEBUGGERS) or "/debugpy/" in frame.file for frame in frames(dump)[:16])
 
 

@@ -4,7 +4,7 @@ The watch over a job: it hears what nodes tell, decides when to look, and conclu
 Volatile, on the job's clock, and pure: what it wants comes out as effects. It never changes the job. A verdict that says to act becomes a command with
 its evidence, which the job may refuse, because it knows better by then.
 
-One episode, one word: a verdict that is found again is counted and not repeated, and only one finding acts on a round. If nothing comes of it (nobody can
+One episode, one word: a verdict that is found again is counted and not repeated, and only one finding acts on a round. If nothing comes of it (no platform can
 replace the node, the journal cannot be written) the round goes on, and so does the watch: others may act at once, the same finding after a pause.
 """
 
@@ -369,7 +369,7 @@ class Watch:
             self._effects.append(Act(command))
 
     def _as_allowed(self, verdict: Verdict) -> Verdict:
-        """Whoever finds a hang, what follows is for the user to say."""
+        """Whichever part finds a hang, the user says what follows."""
         strategy = self.terms.strategy
         if (
             verdict.diagnostician != HANG
@@ -421,7 +421,7 @@ def _subject_of(verdict: Verdict) -> _Subject:
 
 
 def _standing(sights: Sequence[Sight]) -> float:
-    """Seconds for which nobody has gone on, by the clocks of the workers."""
+    """Seconds for which no worker has gone on, by the clocks of the workers."""
     known = [sight.second.progress.phase_seconds for sight in sights if sight.second.progress is not None]
     return min(known, default=0.0)
 

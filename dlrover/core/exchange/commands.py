@@ -67,7 +67,7 @@ def targets_of(state: JobState, round_: Round) -> dict[NodeId, list[int]]:
 
 
 def on_workers_ended(decision: Decision, node: Node) -> None:
-    """Nobody waits for the workers of a node that have ended for good."""
+    """No worker waits for the workers of a node that have ended for good."""
     reached = decision.state.sync.leave(node.id)
     if reached:
         decision.effects.append(LookAgain(reached))

@@ -72,7 +72,7 @@ class SyncPoints(Struct):
         return SyncJoined(generation=point.generation)
 
     def leave(self, node: NodeId) -> tuple[str, ...]:
-        """The workers of the node have ended: nobody waits for them. Gives the topics of the points reached by that."""
+        """The workers of the node have ended: no worker waits for them. Gives the topics of the points reached by that."""
         reached = []
         for round_, name in list(self.open.values()):
             point = self.points[round_][name]

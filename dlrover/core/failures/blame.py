@@ -2,7 +2,7 @@
 Restarts: what a worker's failure means, and how often the job may begin again.
 
 All failures of one round are one incident. The first of them is its cause, the others are usually its consequences: a
-peer that lost its connection, a worker that we stopped. Nobody waits for the cause to be known: the next round opens at
+peer that lost its connection, a worker that we stopped. The job does not wait for the cause to be known: the next round opens at
 the first report, and until that round completes a better first failure may still take the blame. Only at completion the
 restart is charged, once, to the node of the first failure. So the budget is never charged twice, and never to the
 messenger.
@@ -231,7 +231,7 @@ def note(incident: Incident, step: int | None, lived: float, reach: Reach) -> No
 
 
 def count(incident: Incident, failures: tuple[WorkerFailure, ...], node_rank: NodeRank, host: str) -> bool:
-    """Remember how these workers failed. Returns whether a way was among them that nobody had told of before."""
+    """Remember how these workers failed. Returns whether a way was among them that was not told before."""
     is_new = False
     for failure in failures:
         if failure.kind is FailureKind.STOPPED_BY_US:

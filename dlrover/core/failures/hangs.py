@@ -2,7 +2,7 @@
 Hangs: what follows when the watch has found that workers stand still, or harm the job.
 
 The finding is a command with its evidence, so a replay needs no observation. It is treated as a failure of the culprit: the same incident, the
-same budget, the same blame. What is special: nobody has ended yet, so the next round opens at once and the agents kill what hangs; and a rank
+same budget, the same blame. What is special: no worker has ended yet, so the next round opens at once and the agents kill what hangs; and a rank
 that hangs again and again shows that its node is to blame, or that restarts do not help. Both are counted over one hour.
 """
 
@@ -105,7 +105,7 @@ def _is_repeated(terms: WatchTerms, recent: list[Hang], node_rank: NodeRank) -> 
 
 
 def _as_failure(decision: Decision, verdict: Verdict, what: str) -> FirstFailure:
-    """The culprit's; where nobody is to blame, that of the first member."""
+    """The culprit's; where no rank is to blame, that of the first member."""
     state, rdzv = decision.state, decision.state.rendezvous
     assert rdzv.world is not None, "checked"
     members = {member.node: member for member in rdzv.world.members}

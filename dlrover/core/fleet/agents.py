@@ -1,7 +1,7 @@
 """
 Agents on nodes of the platform: two sights of the same thing, which have to agree.
 
-An agent that attaches proves that its node runs, one that finished that nobody has to replace it. An agent that is gone
+An agent that attaches proves that its node runs, one that finished proves that its node needs no replacement. An agent that is gone
 says less than it seems: the platform knows better why, if it tells in time. And an agent that wakes up on a node which
 was replaced meanwhile is turned away.
 """
@@ -103,7 +103,7 @@ def on_rank_contested(decision: Decision, contested: RankContested) -> None:
 
 
 def on_agent_attached(decision: Decision, agent: Node, command: Attach) -> None:
-    """Whoever attaches from a node runs on it, whatever the platform has shown so far."""
+    """An agent that attaches from a node runs on it, whatever the platform has shown so far."""
     fleet = life_cycle.fleet_of(decision)
     if command.platform_node < 0:
         return
@@ -142,7 +142,7 @@ def on_node_finished(decision: Decision, agent: Node) -> None:
 
 
 def on_round_completed(decision: Decision) -> None:
-    """Where somebody trains, what the check found of the first node there is of the past."""
+    """Where a node trains, what the check found of the first node there is of the past."""
     fleet = life_cycle.fleet_of(decision)
     for agent in decision.state.rendezvous.group_ranks if fleet.checks_failed else ():
         node = fleet.of_agent(agent)
@@ -153,7 +153,7 @@ def on_round_completed(decision: Decision) -> None:
 def on_node_lost(decision: Decision, lost: NodeLost) -> None:
     """The agent of a node is gone or has left. The platform may tell more, before or after.
 
-    If only its connection closed, nobody says that the node failed: replacing it is free of charge unless the platform says so later. If
+    If only its connection closed, nothing says that the node failed: replacing it is free of charge unless the platform says so later. If
     another agent on the very same node takes the rank, that node is not lost; if it was to be exchanged for that one, it goes on our wish.
     """
     fleet, agent = life_cycle.fleet_of(decision), lost.node
@@ -182,7 +182,7 @@ def on_nodes_overdue(decision: Decision, nodes: list[NodeId], why: str) -> None:
     """A job without them is better off, if it can be: not without critical ones, nor with too few for a world.
 
     Not in an all-reduce job: all others would have to start anew, who have just been allowed to go on. Nor in the last
-    minutes of any job, when nobody starts anew.
+    minutes of any job, when no worker starts anew.
     """
     state, fleet = decision.state, life_cycle.fleet_of(decision)
     if fleet.spec.strategy is Strategy.ALLREDUCE or state.rendezvous.finished:

@@ -102,7 +102,7 @@ def _new_fleet(decision: Decision, spec: FleetSpec) -> Fleet:
 
 
 def _with_chief(strategy: Strategy, kinds: dict[NodeType, ReplicaSpec]) -> dict[NodeType, ReplicaSpec]:
-    """A parameter-server job needs a chief; if nobody named one, one of the workers is it."""
+    """A parameter-server job needs a chief; if the user named none, one of the workers is it."""
     kinds = dict(kinds)
     worker = kinds.get(NodeType.WORKER)
     has_chief = NodeType.CHIEF in kinds and kinds[NodeType.CHIEF].count > 0
@@ -175,7 +175,7 @@ def check_spec(spec: FleetSpec) -> None:
 
 
 def _odd_number(value: object, name: str = "") -> str:
-    """A number that nobody can calculate with, or that no journal can hold, in words; empty: there is none."""
+    """A number that is of no use in a calculation, or that no journal can hold, in words; empty: there is none."""
     if isinstance(value, dict):
         named = [(f"{name}.{key}" if name else str(key), key, item) for key, item in value.items()]
         found = [_odd_number(key, path) or _odd_number(item, path) for path, key, item in named]

@@ -114,7 +114,7 @@ def note_shortage(state: JobState, now: Micros) -> None:
 
 
 def note_idleness(fleet: Fleet, now: Micros) -> None:
-    """Keep the clock of those that are left over: it runs while nobody works, after somebody did."""
+    """Keep the clock of those that are left over: it runs while no worker works, after one did."""
     groups = [fleet.replicas[kind] for kind in _AT_WORK if kind in fleet.replicas]
     is_idle = (
         bool(_left_over(fleet))
@@ -230,7 +230,7 @@ def _too_long(state: JobState) -> list[OverlongWait]:
 
 
 def _needed_workers(state: JobState, fleet: Fleet) -> Iterable[FleetNode]:
-    """The workers whose wait ends the job; nobody, while the job goes on without those that wait."""
+    """The workers whose wait ends the job; none, while the job goes on without those that wait."""
     spec, workers = fleet.spec, fleet.workers
     waiting = (fleet.nodes[node] for node in workers.pending)
     oldest = next((node for node in waiting if not _is_exchange(fleet, node)), None)
@@ -255,7 +255,7 @@ def _left_over(fleet: Fleet) -> list[FleetNode]:
 
 
 def _is_exchange(fleet: Fleet, node: FleetNode) -> bool:
-    """Whether another node works in its place until it comes: then nobody waits for it."""
+    """Whether another node works in its place until it comes: then the job does not wait for it."""
     return any(new == node.id for new in fleet.migrations.values())
 
 

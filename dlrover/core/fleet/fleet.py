@@ -70,12 +70,12 @@ class Fleet(Struct, kw_only=True):
     failures: list[FailedNode] = []
     """Within the failure window, oldest first."""
     checks_failed: dict[int, None] = {}
-    """Worker ranks whose first node failed the node check, and from which nobody has trained since."""
+    """Worker ranks whose first node failed the node check, and that have not trained since."""
     avoid_hosts: list[str] = []
     short_since: Micros | None = None
     """Since when fewer workers are alive than a world needs."""
     idle_since: Micros | None = None
-    """Since when nobody works any more while a chief or an evaluator still waits for its resources."""
+    """Since when no worker works any more while a chief or an evaluator still waits for its resources."""
     verdict: str = ""
     """Whether enough workers run, in words; said when it changes."""
     servers: ParameterServers = field(default_factory=ParameterServers)
@@ -101,13 +101,13 @@ class Fleet(Struct, kw_only=True):
     def is_forgotten(self, node: PlatformId) -> bool:
         """One of ours that ended and was dropped from the table. Ids are never used again.
 
-        Before the first list nothing can have been dropped: whoever is not in the table is of a life whose journal was
+        Before the first list nothing can have been dropped: a node that is not in the table is of a life whose journal was
         lost, and may have a lower id than one that was heard of already.
         """
         return self.was_ever_listed and node < self.next_id and node not in self.nodes
 
     def coming_ranks(self) -> list[int]:
-        """Worker ranks from which an agent can still come: a node of theirs is live and nobody has attached from it."""
+        """Worker ranks from which an agent can still come: a node of theirs is live and no agent has attached from it."""
         ranks = self.workers.holders.items()
         return [rank for rank, node in ranks if self.nodes[node].agent is None and not self.nodes[node].is_finished]
 
@@ -274,7 +274,7 @@ class Fleet(Struct, kw_only=True):
         self.failures = [failed for failed in self.failures if failed.node != node.id]
 
     def master_restarted(self) -> None:
-        """What exists is not known any more, and what the former master asked for nobody knows."""
+        """Neither what exists nor what the former master asked for is known any more."""
         self.is_listed = False
         self.to_remove = {node.id: None for node in self.nodes.values() if node.removal is not None}
         self.to_launch = {node.id: None for node in self.nodes.values() if node.is_live and _is_unseen(node)}

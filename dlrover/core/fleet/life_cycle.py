@@ -2,7 +2,7 @@
 The life of a platform's nodes: what follows when one runs, ends well, ends badly, or is not wanted any more.
 
 Three tell about the same node: the platform (`sightings`), the agent on it (`fleet_agents`), and people (`fleet_wishes`).
-Whoever tells first that it is over decides; whoever comes later is heard, and changes nothing but the bill. One function
+The first report that it is over decides; a later one is heard, and changes nothing but the bill. One function
 for each thing that can happen to a node says what follows, in order.
 
 What is decided here only changes the state. `fleet_settling`, once at the end of each command, asks the platform for
@@ -24,7 +24,7 @@ from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import ExitReason, Leave, Stage
 
 TRAINING_BEGINS = 60.0
-"""Seconds: a worker that has run so long has got beyond what a wrong script does, where nobody reports steps."""
+"""Seconds: a worker that has run so long has got beyond what a wrong script does, where no steps are reported."""
 _FAULTY_HOST = (NodeExit.HARDWARE, NodeExit.CHECK_FAILED, NodeExit.DIAGNOSED)
 
 
@@ -61,7 +61,7 @@ def succeeded(decision: Decision, node: FleetNode) -> None:
 
 
 def finished(decision: Decision, node: FleetNode) -> None:
-    """Its work is done: whoever was to take its place has nothing to do there. A server serves on, with the next one."""
+    """Its work is done: a node that was to take its place has nothing to do there. A server serves on, with the next one."""
     fleet = fleet_of(decision)
     fleet.finish(node)
     heir = fleet.migrations.get(node.id)
@@ -110,7 +110,7 @@ def end_node(
 
 
 def let_go(decision: Decision, node: FleetNode, why: str, cordoned: str = "") -> None:
-    """A node that nobody wants any more, without any blame: it is stopped, and never replaced."""
+    """A node that is not wanted any more, without any blame: it is stopped, and never replaced."""
     fleet = fleet_of(decision)
     fleet.release(node, decision.now)
     agent = unlink(decision, node)
@@ -120,7 +120,7 @@ def let_go(decision: Decision, node: FleetNode, why: str, cordoned: str = "") ->
 
 
 def hear_node_error(decision: Decision, node: FleetNode, exit_reason: NodeExit, message: str) -> None:
-    """Somebody who looked at the whole node says that it shall be replaced: by the same rules as any other end."""
+    """A look at the whole node says that it shall be replaced: by the same rules as any other end."""
     if node.is_live and not node.is_finished:
         node.message = message[:MAX_MESSAGE]
         end_node(decision, node, NodePhase.DELETED, exit_reason)
@@ -178,7 +178,7 @@ def _replace(decision: Decision, fleet: Fleet, node: FleetNode, relaunch_decisio
 
 
 def _after_end(decision: Decision, node: FleetNode, *, is_final: bool) -> None:
-    """What the loss of a node means for the others. `is_final`: nobody takes its place."""
+    """What the loss of a node means for the others. `is_final`: no node takes its place."""
     state, fleet = decision.state, fleet_of(decision)
     if node.node_type is NodeType.PS:
         fleet.servers.lost()
@@ -244,7 +244,7 @@ def _wants_end_for(decision: Decision, node: FleetNode, sentence: str) -> None:
 
 
 def _release_ended(decision: Decision, node: FleetNode) -> None:
-    """Nobody expects anything of an ended node. What we only took for ended must be stopped in any case."""
+    """Nothing is expected of an ended node. What we only took for ended must be stopped in any case."""
     fleet = fleet_of(decision)
     fleet.release(node, decision.now)
     if fleet.spec.remove_exited or not node.is_over:

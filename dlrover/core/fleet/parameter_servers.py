@@ -29,7 +29,7 @@ class ServerPlan(Struct, frozen=True):
     dropped: tuple[PlatformId, ...] = ()
     """Stay until the workers have switched."""
     removed: tuple[PlatformId, ...] = ()
-    """Never ran, so nobody uses them."""
+    """Never ran, so no worker uses them."""
 
 
 def plan_scale(fleet: Fleet, count: int) -> ServerPlan:
@@ -80,7 +80,7 @@ def ps_nodes(fleet: Fleet) -> PsNodes:
 
 
 def switch(fleet: Fleet) -> list[FleetNode]:
-    """The workers use the next cluster from now on. Returns whom nobody needs any more."""
+    """The workers use the next cluster from now on. Returns those that are not needed any more."""
     assert not is_somebody_awaited(fleet), "who shall go is needed until all that shall come is there"
     servers = fleet.servers
     cluster = next_cluster(fleet)

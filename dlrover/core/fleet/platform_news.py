@@ -180,7 +180,7 @@ def _trust_count(fleet: Fleet, shown: PlatformNode) -> None:
 
 
 def _hear_of_unwanted(fleet: Fleet, node: FleetNode) -> None:
-    """It is there although nobody wants it: maybe its launch took longer than its removal, and was not there to be seen.
+    """It is there although it is not wanted: maybe its launch took longer than its removal, and was not there to be seen.
 
     On one that we were told had ended this is old news. An agent that was asked to leave does so first.
     """
@@ -210,7 +210,7 @@ def _hear_absence(decision: Decision, node: FleetNode) -> None:
 
 
 def _is_overdue(decision: Decision, node: FleetNode) -> bool:
-    """It may have come and gone before anybody looked; then asking for the same again would never help.
+    """It may have come and gone before the master looked; then asking for the same again would never help.
 
     One that the platform refuses to launch gives its reason, and is tried again as it is. A refusal that was not repeated
     for long is over: the node may have been launched since then, too.

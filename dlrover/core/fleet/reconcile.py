@@ -74,14 +74,14 @@ def on_round_opened(decision: Decision, _: RoundOpened) -> None:
 
 
 def on_job_ends(decision: Decision, _: JobEnds) -> None:
-    """Nodes on which nobody works any more go at once, the others when their agents have left."""
+    """Nodes on which no worker works any more go at once, the others when their agents have left."""
     for node in list(life_cycle.fleet_of(decision).nodes.values()):
         if not node.is_released and node.agent is None:
             life_cycle.let_go(decision, node, "the job has ended")
 
 
 def on_job_finished(decision: Decision) -> None:
-    """Everybody has left: nothing of the job shall remain on the platform."""
+    """All nodes have left: nothing of the job shall remain on the platform."""
     fleet = life_cycle.fleet_of(decision)
     for node in list(fleet.nodes.values()):
         node.agent = None
@@ -115,13 +115,13 @@ def _end_if_over(decision: Decision, fleet: Fleet) -> None:
 
 
 def is_training_over(fleet: Fleet) -> bool:
-    """The chief has finished, and nobody trains any more; there may still be somebody who evaluates."""
+    """The chief has finished, and no worker trains any more; an evaluator may still run."""
     chief = fleet.replicas.get(NodeType.CHIEF)
     return chief is not None and bool(chief.finished) and _have_exited(fleet, _TRAINING)
 
 
 def _dismiss_servers(decision: Decision, fleet: Fleet) -> None:
-    """Nobody uses the parameter servers any more. Who still waits to train never got resources, and would find none."""
+    """No worker uses the parameter servers any more. Who still waits to train never got resources, and would find none."""
     servers = fleet.replicas.get(NodeType.PS)
     if servers is None or not servers.num_live or not is_training_over(fleet):
         return
@@ -136,7 +136,7 @@ def _dismiss_servers(decision: Decision, fleet: Fleet) -> None:
 
 
 def _have_exited(fleet: Fleet, kinds: tuple[NodeType, ...]) -> bool:
-    """Nobody of them works, and nobody will."""
+    """None of them works, and none will."""
     groups = [fleet.replicas[kind] for kind in kinds if kind in fleet.replicas]
     if any(replicas.running for replicas in groups) or not any(_has_ended(replicas) for replicas in groups):
         return False

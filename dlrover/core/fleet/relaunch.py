@@ -2,7 +2,7 @@
 Relaunch: what the end of a platform's node means, and whether another one takes its place.
 
 Pure rules, first match wins, each with a sentence. A node that failed costs its rank one of its relaunches; a node that
-was taken away (evicted, preempted, deleted) costs nothing, because nobody can write a job that is never evicted. So the
+was taken away (evicted, preempted, deleted) costs nothing, because no user can write a job that is never evicted. So the
 budget says how often a rank may fail, and nothing else uses it up.
 """
 
@@ -128,7 +128,7 @@ def decide(end: NodeEnd, terms: Terms) -> Relaunch:
 
 def more_memory(resource: Resource, most: int | None = None, ceiling: int = MAX_MEMORY_MB) -> Resource:
     """
-    After a lack of memory, `most` and `ceiling` at most. What the platform gives by default (0) nobody knows, so nobody can double it.
+    After a lack of memory, `most` and `ceiling` at most. What the platform gives by default (0) is unknown, so it cannot be doubled.
     """
     memory = resource.memory_mb
     grown = min(memory * OOM_FACTOR, memory + OOM_MOST_MB, ceiling)

@@ -48,9 +48,9 @@ class FleetNode(Struct, kw_only=True):
     running_since: Micros | None = None
     ended_at: Micros | None = None
     agent: NodeId | None = None
-    """Attached from it; None: nobody, or not any more."""
+    """Attached from it; None: no agent, or not any more."""
     is_finished: bool = False
-    """All its workers ended well: whatever becomes of it now, nobody has to do its work again."""
+    """All its workers ended well: whatever becomes of it now, no other node has to do its work again."""
     is_critical: bool = False
     is_released: bool = False
     """The job does not want it any more. Never taken back."""
@@ -179,7 +179,7 @@ class ParameterServers(Struct):
         self.is_changed = True
 
     def dismissed(self) -> None:
-        """There are none any more, and nobody misses them."""
+        """There are none any more, and none is missed."""
         self.current, self.dropped = [], {}
 
     def version(self, kind: VersionType, node_type: NodeType, rank: int) -> int:

@@ -34,7 +34,7 @@ def on_target_moved(decision: Decision, moved: TargetMoved) -> None:
 
 
 def on_plan_made(decision: Decision, made: PlanMade) -> None:
-    """Other numbers and sizes of nodes, as if a person had asked for each. Whoever is not there any more is left out."""
+    """Other numbers and sizes of nodes, as if a person had asked for each. A node that is not there any more is left out."""
     fleet = life_cycle.fleet_of(decision)
     for group in made.plan.groups:
         replicas = fleet.replicas.get(group.node_type)
@@ -123,7 +123,7 @@ def scale_workers(decision: Decision, node_type: NodeType, count: int) -> None:
 
 
 def _part_with_dismissed(decision: Decision, replicas: Replicas) -> None:
-    """Their agents leave, and then the platform may remove them; whoever was to take the place of one is needed no more."""
+    """Their agents leave, and then the platform may remove them; a node that was to take the place of one is not needed any more."""
     fleet = life_cycle.fleet_of(decision)
     for ranked in _nodes_by_rank(fleet, replicas):
         if any(_is_dismissed(decision, node) for node in ranked):
@@ -203,7 +203,7 @@ def switch_servers(decision: Decision) -> None:
 
 
 def restart_job(decision: Decision, reason: str) -> None:
-    """Every worker gets a new node, in one step: there is no time in between in which anybody could be lost."""
+    """Every worker gets a new node, in one step: there is no time in between in which a worker could be lost."""
     fleet = life_cycle.fleet_of(decision)
     fleet.num_restarts += 1
     if fleet.num_restarts > fleet.spec.max_job_restarts:

@@ -65,7 +65,7 @@ class NodeBooks(Struct):
 
     node: NodeId
     opened_at: Micros | None
-    """None: closed, nobody shall be there any more."""
+    """None: closed, no worker shall be there any more."""
     since: Micros
     """Everything before is booked or counted as unsplit."""
     doing: TimeClass | None
@@ -74,7 +74,7 @@ class NodeBooks(Struct):
     """Microseconds of earlier times between opening and closing."""
     micros: dict[TimeClass, int] = {}
     unsplit: int = 0
-    """Microseconds of running workers that nobody has accounted for yet."""
+    """Microseconds of running workers that are not accounted for yet."""
     round: Round = Round(0)
     """Of the newest workers; `unsplit` and the next two are about these."""
     told: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class Goodput(Struct):
         place.doing = doing
 
     def round_began(self, now: Micros, steps: Iterable[int | None], *, is_full: bool) -> None:
-        """A world is complete. `is_full`: nobody is missed any more."""
+        """A world is complete. `is_full`: no node is missed any more."""
         self.reached(steps)
         self.before_round, self.model_before_round = self.highest_step, self.highest_model_step
         if self.faults and self.faults[-1].running_at is None:
@@ -251,7 +251,7 @@ class Goodput(Struct):
             self._book(place, place.doing, passed, place.fault)
 
     def _settle(self, place: NodeBooks) -> None:
-        """Nobody will account for what is left of the newest workers."""
+        """No worker will account for what is left of the newest workers."""
         for class_, amount in _shares(place.unsplit, place):
             self._book(place, class_, amount, place.run_fault)
         place.unsplit = 0
@@ -289,7 +289,7 @@ class Goodput(Struct):
         return self.faults[index] if 0 <= index < len(self.faults) else None
 
     def _open_fault(self) -> int:
-        """The newest one, if nobody has recovered from it."""
+        """The newest one, if the job has not recovered from it."""
         return self.num_faults if self.faults and self.faults[-1].recovered_at is None else 0
 
 
@@ -308,7 +308,7 @@ def _padded(millis: Sequence[int]) -> tuple[int, ...]:
 
 
 def _shares(amount: int, place: NodeBooks) -> list[tuple[TimeClass, int]]:
-    """Split what nobody told as the newest account was; the parts sum to the amount exactly."""
+    """Split what was not told as the newest account was; the parts sum to the amount exactly."""
     if not amount:
         return []
     later = [(class_, part) for class_, part in zip(SPLIT, place.mix, strict=False) if part and class_ not in _ONCE]

@@ -6,7 +6,7 @@ ones from the next reports, and one that is lost costs nothing. What only the jo
 is asked of it when a node is first heard of in a round.
 
 The phase that a worker is in right now is not accounted for once it lasts: it may turn out to be a hang. Nor is the start of a worker that has no hooks
-and reports nothing: for it that is the only phase, and what nobody accounts for counts as computing.
+and reports nothing: for it that is the only phase, and what is not accounted for counts as computing.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ProgressLedger:
         self._has_news = True
 
     def account(self, now: Micros, *, at_once: bool = False) -> AccountGoodput | None:
-        """What there is to book, if it is time or if somebody is about to end."""
+        """What there is to book, if it is time or if a worker is about to end."""
         if not self._has_news or (now < self._due_at and not at_once):
             return None
         accounts = []
@@ -159,7 +159,7 @@ class ProgressLedger:
         )
 
     def _split_steps(self, book: _Book) -> None:
-        """The seconds in steps since the last look: new ones, repeated ones, or waiting for somebody slower."""
+        """The seconds in steps since the last look: new ones, repeated ones, or waiting for a slower worker."""
         workers = book.workers.values()
         spent = _sum(worker.seconds.get(phase, 0.0) for worker in workers for phase in _STEPS) / len(workers)
         collective = _sum(worker.seconds.get(Phase.COLLECTIVE, 0.0) for worker in workers) / len(workers)

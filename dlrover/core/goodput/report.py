@@ -74,7 +74,7 @@ def fault_of(state: JobState, round_: Round) -> FaultTold:
 
 
 def _is_end(state: JobState, fault: BookedFault) -> bool:
-    """The first of the nodes that somebody stopped to end the job: nothing that it had to recover from."""
+    """The first of the nodes that were stopped to end the job: nothing that it had to recover from."""
     is_over = state.end is not None and state.end.reason is ExitReason.STOPPED_BY_USER
     return is_over and fault.kind == STOPPED and fault.running_at is None
 

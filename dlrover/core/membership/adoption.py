@@ -1,7 +1,7 @@
 """
 A world from before our time: the journal was lost, and nodes come whose workers run.
 
-Each node claims its place. When all of them are back the world goes on, and nobody restarts; when one cannot come, or they contradict each
+Each node claims its place. When all of them are back the world goes on, and no worker restarts; when one cannot come, or they contradict each
 other, a new round forms.
 """
 
@@ -69,7 +69,7 @@ def settle_claims(decision: Decision) -> bool:
 
 
 def _take_up(decision: Decision) -> None:
-    """All members of the claimed world are back: it goes on, and nobody restarts."""
+    """All members of the claimed world are back: it goes on, and no worker restarts."""
     state, rdzv = decision.state, decision.state.rendezvous
     claimed = rdzv.take_up.in_order()
     assert claimed is not None, "nothing to take up"
@@ -137,7 +137,7 @@ def _adopt(
 
 
 def _drop_claims(rdzv: Rendezvous, now: Micros) -> list[NodeId]:
-    """The world that was claimed cannot be had any more: whoever runs in it shall join the open round."""
+    """The world that was claimed cannot be had any more: the nodes that run in it shall join the open round."""
     nodes = [node for node in rdzv.take_up.claims if node not in rdzv.finished]
     claims, rdzv.take_up = rdzv.take_up.claims, TakeUp(is_over=True)
     for node in nodes:

@@ -1,5 +1,5 @@
 """
-Agents that come: a launch that nobody knows, the same life on a new stream, or a new life of a known one.
+Agents that come: an unknown launch, the same life on a new stream, or a new life of a known one.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _is_taken_over(decision: Decision, holder: Node, command: Attach) -> bool:
 
 
 def _admit(decision: Decision, command: Attach) -> Node:
-    """A launch that nobody knows becomes a node, and is asked to join."""
+    """An unknown launch becomes a node, and is asked to join."""
     state, nodes, rdzv = decision.state, decision.state.nodes, decision.state.rendezvous
     rank = command.node_rank if command.node_rank is not None else _rank_for(decision, command)
     former = nodes.former.get(rank)
@@ -130,14 +130,14 @@ def _admit(decision: Decision, command: Attach) -> Node:
 
 
 def _open_first(decision: Decision) -> None:
-    """Nobody has a world, so there is nobody who would have to lose it before a round opens."""
+    """No node has a world, so there is none that would have to lose it before a round opens."""
     rdzv = decision.state.rendezvous
     if rdzv.world is None and rdzv.opening is None:
         open_round(decision, StopCause.MEMBERSHIP, "the job begins")
 
 
 def _rank_for(decision: Decision, command: Attach) -> NodeRank:
-    """The one it had before, if nobody else has it by now."""
+    """The one it had before, if no other node has it by now."""
     nodes, former = decision.state.nodes, command.former_rank
     if former is not None and former not in nodes.holders and former not in nodes.former:
         return former
@@ -220,9 +220,9 @@ def _check_attach(command: Attach) -> None:
 
 
 def _check_terms(command: Attach, terms: JobTerms | None, *, is_scaled: bool) -> None:
-    """A differing shutdown timeout harms nobody: each agent stops its own workers by its own.
+    """A differing shutdown timeout does no harm: each agent stops its own workers by its own.
 
-    Nor do the numbers of nodes once somebody has scaled the job: nodes come with those of the command line.
+    Nor do the numbers of nodes once the job was scaled: nodes come with those of the command line.
     """
     if terms is None:
         return

@@ -35,13 +35,13 @@ class TakeUp(Struct):
     places: dict[int, NodeId] = {}
     """Group rank to who claims it."""
     until: Micros = Micros(0)
-    """When the claims are given up if somebody is still missing."""
+    """When the claims are given up if a node is still missing."""
     is_over: bool = False
-    """It was tried and led to nothing: whoever comes later joins like anybody else."""
+    """It was tried and led to nothing: a node that comes later joins like any other."""
 
     @property
     def round(self) -> Round:
-        """Of the claimed world; 0: nobody claims any."""
+        """Of the claimed world; 0: no node claims any."""
         return next((claim.world.round for claim in self.claims.values()), Round(0))
 
     @property
@@ -78,7 +78,7 @@ class TakeUp(Struct):
 
 
 def is_sane(world: WorldSpec, running_round: Round) -> bool:
-    """Whether a claim makes sense by itself. One that does not is ignored: the node joins like anybody else."""
+    """Whether a claim makes sense by itself. One that does not is ignored: the node joins like any other."""
     return (
         world.round == running_round >= 1
         and 0 <= world.group_rank < world.group_world_size <= _MOST

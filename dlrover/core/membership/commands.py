@@ -267,7 +267,7 @@ def _check_rendezvous(command: JoinRendezvous) -> None:
 def _rescale(decision: Decision, former: Limits, limits: Limits) -> None:
     """The limits are other ones now: who is too many goes, and a world that is too large makes room at once.
 
-    A world below a raised minimum goes on until enough nodes are there: stopping it would help nobody.
+    A world below a raised minimum goes on until enough nodes are there: stopping it would not help.
     """
     rdzv = decision.state.rendezvous
     sentence = f"the job was scaled from {span_of(former)} to {span_of(limits)} nodes"

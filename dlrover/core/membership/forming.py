@@ -16,7 +16,7 @@ from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import Limits, Micros, NodeId, NodeRank
 
 _NUM_NAMED = 8
-"""So many ranks are named in a sentence; naming a thousand helps nobody and makes each join cost a thousand."""
+"""So many ranks are named in a sentence; naming a thousand does not help and makes each join cost a thousand."""
 
 
 def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros, *, limits_version: int = 0) -> tuple[World | None, str]:
@@ -69,7 +69,7 @@ def explain_timeout(rdzv: Rendezvous, limits: Limits) -> str:
 
 
 def call_ends_at(rdzv: Rendezvous, limits: Limits) -> Micros | None:
-    """Until when a round that could start holds the door open; None: there is nobody worth waiting for."""
+    """Until when a round that could start holds the door open; None: there is no node worth waiting for."""
     num_waiting, num_coming = len(rdzv.waiting), rdzv.num_coming
     usable = limits.num_usable(num_waiting)
     if rdzv.opening is None or usable < limits.min_nodes or rdzv.is_held:
@@ -82,7 +82,7 @@ def call_ends_at(rdzv: Rendezvous, limits: Limits) -> Micros | None:
 
 
 def _is_member_displaced(rdzv: Rendezvous, usable: int) -> bool:
-    """Whether starting now would give a member's place to somebody with less right while the member is on its way.
+    """Whether starting now would give a member's place to a node with less right while the member is on its way.
 
     To a stranger: a spare has joined long before, the members are only stopping their workers, and hold the state
     in memory. Or, in a world that shall shrink, to a member of a higher rank.
@@ -109,7 +109,7 @@ def too_few_at(rdzv: Rendezvous, limits: Limits) -> Micros | None:
     """When the open round can lead to nothing, because some have finished and the rest is no world; None: it can.
 
     Not before those who were lost with their stream had a window for telling us that they finished, too. If the
-    world itself was lost with a journal, nobody knows who belongs to it: then everybody has that window.
+    world itself was lost with a journal, it is unknown which nodes belong to it: then every node has that window.
     """
     num_left = len(rdzv.waiting) + rdzv.num_coming + rdzv.num_unattached
     if rdzv.opening is None or not rdzv.finished or limits.num_usable(num_left) >= limits.min_nodes:
@@ -171,7 +171,7 @@ def lift_expired(rdzv: Rendezvous, now: Micros) -> list[RoundBlock]:
 def grows_at(rdzv: Rendezvous, limits: Limits) -> Micros | None:
     """When so many nodes are welcome that the healthy world should grow, maybe long ago; None: it should not.
 
-    Nobody is added once a member has finished: the job is in its last minutes and a restart would undo them. Nor
+    No node is added once a member has finished: the job is in its last minutes and a restart would undo them. Nor
     while rounds are held: members would stop for a round that cannot complete.
     """
     if rdzv.world is None or rdzv.opening is not None or rdzv.finished or not rdzv.waiting or rdzv.is_held:
@@ -235,7 +235,7 @@ def place_of(rdzv: Rendezvous, node: NodeId) -> tuple[int, int]:
 
 
 def has_spare(rdzv: Rendezvous) -> bool:
-    """Whether somebody outside the newest world waits, warm."""
+    """Whether a node outside the newest world waits, warm."""
     return rdzv.world is not None and any(node not in rdzv.group_ranks for node in rdzv.waiting)
 
 

@@ -8,7 +8,7 @@ Silence is judged on the master's own clock, and a master that was itself asleep
 not take its own absence for the nodes': each tick that comes late moves all deadlines by its lateness.
 
 One witness alone needs long to be sure: a busy machine may stall for half a minute. But where the neighbours of a silent
-node say that they lost somebody, two witnesses agree, and it is found sooner. Who is suspected so is the job's to say.
+node say that they lost a peer, two witnesses agree, and it is found sooner. Who is suspected so is the job's to say.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LastHeard(Struct):
 
 
 class Liveness:
-    """Volatile. A new master starts with an empty one, so nobody is suspected before a full window."""
+    """Volatile. A new master starts with an empty one, so no node is suspected before a full window."""
 
     def __init__(self, started_at: Micros, detection: Detection | None = None) -> None:
         self._started_at = started_at
@@ -50,8 +50,8 @@ class Liveness:
         self._lateness = 0
         """Microseconds by which all ticks together came late."""
         self._quiet_until: Micros | None = None
-        """Nobody can be found silent before; None: unknown. What is heard only puts deadlines off, so this stays true
-        until somebody new has to be heard of or patience changes, and a turn of the master need not look at everybody."""
+        """No node can be found silent before; None: unknown. What is heard only puts deadlines off, so this stays true
+        until a new node has to be heard of or patience changes, and a turn of the master need not look at every node."""
 
     def follow(self, detection: Detection, suspects: Iterable[NodeId] = ()) -> None:
         """What the job says now: how patient to be, and with whom less."""

@@ -3,7 +3,7 @@ The nodes of a job: who is there, in which life, and on which rank.
 
 A node id is one launch, a node rank is a slot that outlives it, and an incarnation counts the lives of an agent on that
 slot. A world is some of them in order. Everything that arrives names all it needs to be told apart from a message of a former life; `current` is the one
-door that checks it. A live node holds its rank; a node that went or left keeps it only until somebody else takes it.
+door that checks it. A live node holds its rank; a node that went or left keeps it only until another node takes it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dlrover.protocol.messages.job import (
 )
 
 REATTACH_WINDOW = 40.0
-"""Seconds that every node has at least for coming back after a master start: nobody is suspected before a window of
+"""Seconds that every node has at least for coming back after a master start: no node is suspected before a window of
 silence. It is also the patience with a node without which the job must fail."""
 MISSED_GRACE = 0.3
 """
 Seconds that a node without a stream has where a warm one waits and its neighbours have lost its workers, too. Two witnesses: a connection that only
 something on the way has cut does not make workers lose each other. Only an agent that ended without its node could still come back; it finds its
-snapshots, so this holds only where nobody needs them.
+snapshots, so this holds only where no rank needs them.
 """
 
 
@@ -46,9 +46,9 @@ def reattach_window(detection: Detection) -> float:
 
 
 def after_outage(deadline: Micros, last_command_at: Micros, now: Micros) -> Micros:
-    """A deadline under a new master. Time goes on without one, but nobody can meet a deadline then.
+    """A deadline under a new master. Time goes on without one, but no node can meet a deadline then.
 
-    How long the former master lived on after its last command nobody knows. Counting all of that time as an outage
+    It is unknown how long the former master lived on after its last command. Counting all of that time as an outage
     would let a master that restarts every few minutes postpone a deadline for ever. So the deadline stays where it is,
     but leaves the nodes the window they have for coming back, or what was left if that is less.
     """
@@ -110,7 +110,7 @@ class Node(Struct, kw_only=True):
     finished_round: Round = Round(0)
     """Round in which all its workers ended well; 0: not yet. A finished node is never started again."""
     step: int | None = None
-    """Greatest step that anybody told of it."""
+    """Greatest step that was reported of it."""
     place: tuple[str, ...] = ()
     """Where it is in the network, outermost switch first."""
     group: int = -1
@@ -154,7 +154,7 @@ class Nodes(Struct):
     holders: dict[NodeRank, NodeId] = {}
     """Rank to live node: exactly one entry for each of `live`."""
     former: dict[NodeRank, Node] = {}
-    """Gone or left, and nobody took the rank since. So the table never outgrows the number of ranks."""
+    """Gone or left, and no node took the rank since. So the table never outgrows the number of ranks."""
     launches: dict[str, NodeRank] = {}
     """Launch to the rank of its node in `live` or `former`."""
     broken: dict[NodeId, Broken] = {}
@@ -203,7 +203,7 @@ class Nodes(Struct):
         return NodeRank(rank)
 
     def admit(self, attach: Attach, rank: NodeRank, *, is_continued: bool = False) -> Node:
-        """A launch that nobody knows takes a free rank; the former holder is forgotten.
+        """An unknown launch takes a free rank; the former holder is forgotten.
 
         `is_continued`: the life that it had under a master whose journal was lost goes on, with its workers.
         """
@@ -267,7 +267,7 @@ class Nodes(Struct):
             self.broken[node.id] = Broken(gone_at=Micros(now + micros(detection.break_grace)), broken_at=now)
 
     def master_restarted(self, now: Micros, detection: Detection) -> None:
-        """Nobody is connected to a new master, and nobody is to blame for that."""
+        """No node is connected to a new master, and none is to blame for that."""
         window = Broken(gone_at=Micros(now + micros(reattach_window(detection))), broken_at=None)
         self.broken = dict.fromkeys(self.live, window)
 

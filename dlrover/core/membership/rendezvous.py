@@ -98,7 +98,7 @@ class Rendezvous(Struct):
     num_pending_launches: int = 0
     """Nodes that the platform has yet to bring; how long is its own matter, not that of the join timeout."""
     num_unattached: int = 0
-    """Nodes of the platform from which nobody has come yet. Counted only where some have finished, and the others that
+    """Nodes of the platform from which no agent has come yet. Counted only where some have finished, and the others that
     meet are too few: it is a long list."""
     num_growing: int = 0
     """Nodes that a raised target still waits for: the world grows once, with all of them, and not once for each."""
@@ -192,7 +192,7 @@ class Rendezvous(Struct):
             self.expected[node] = self.world.members[self.group_ranks[node]].node_rank
 
     def forget(self, node: NodeId, node_rank: NodeRank) -> None:
-        """The node will not come: nobody waits for it. A member counts as lost unless it has finished."""
+        """The node will not come: no node waits for it. A member counts as lost unless it has finished."""
         self._drop(node)
         if node in self.group_ranks and node not in self.finished:
             self.lost[node] = node_rank
@@ -203,7 +203,7 @@ class Rendezvous(Struct):
         self.finished[node] = node_rank
 
     def excuse(self, node: NodeId, node_rank: NodeRank) -> None:
-        """The node finished in a round that is not ours any more, or that nobody remembers: it need not come."""
+        """The node finished in a round that is not ours any more, or that is forgotten: it need not come."""
         if self.world is None:
             self.finished[node] = node_rank  # before it is dropped: its claim to a world stays good
         self._drop(node)
@@ -227,7 +227,7 @@ class Rendezvous(Struct):
         self.used_offers = [*self.used_offers, world.coordinator][-NUM_USED_OFFERS:]
 
     def master_restarted(self, limits: Limits, last_command_at: Micros, now: Micros) -> None:
-        """Nobody could join while the master was away, and nobody has a stream yet.
+        """No node could join while the master was away, and none has a stream yet.
 
         A call is short and has its rest again. What ends the job goes on through the outage (`after_outage`).
         """
@@ -269,7 +269,7 @@ class Rendezvous(Struct):
         self.below_min_since = None
 
     def close(self) -> None:
-        """The job is over: nobody meets any more."""
+        """The job is over: no round opens any more."""
         self.opening = None
         self.waiting = {}
         self.absent = {}

@@ -73,7 +73,7 @@ def on_workers_failed(decision: Decision, failed: WorkersFailed) -> None:
 
 
 def restart_workers(decision: Decision, reason: str) -> None:
-    """The members of the world stop their workers and meet again. Nobody failed, so nobody's budget pays."""
+    """The members of the world stop their workers and meet again. No node failed, so no budget pays."""
     decision.say(f"{reason[0].upper()}{reason[1:]}.")
     open_round(decision, StopCause.MEMBERSHIP, reason)
 
@@ -81,7 +81,7 @@ def restart_workers(decision: Decision, reason: str) -> None:
 def make_room(decision: Decision, why: str) -> None:
     """A world that is too large meets again, and who is too many goes.
 
-    Not in the last minutes of a job, when nobody restarts any more. Nor yet while rounds are held: the members would
+    Not in the last minutes of a job, when no worker restarts any more. Nor yet while rounds are held: the members would
     stop for a round that cannot complete, and who holds it might be among those that go.
     """
     state, rdzv, limits = decision.state, decision.state.rendezvous, decision.state.limits

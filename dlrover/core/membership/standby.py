@@ -1,9 +1,9 @@
 """
 Nodes that wait beside a world: who is there on purpose, who is too many, and who may enlarge it.
 
-A standby waits to take a lost member's place and is never sent away. Whoever waits beyond that is pending: it may
+A standby waits to take a lost member's place and is never sent away. A node that waits beyond that is pending: it may
 enlarge the world if there is room, and leaves after the pend timeout if there never is. A node that came and went again
-and again is let in later and later, because each of its visits costs everybody a restart; a round that opens for another
+and again is let in later and later, because each of its visits costs all workers a restart; a round that opens for another
 reason takes it at once.
 """
 

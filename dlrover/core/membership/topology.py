@@ -3,8 +3,8 @@ The order of nodes in a world: neighbours in the network become neighbours in ra
 
 Collectives talk to the next rank, so nodes below one switch should stand together. Switches are given outermost first;
 the switch of the lowest rank comes first, the others in the order in which they first appear, and below each the same
-rule holds for the next level. Scheduling groups (racks) are kept whole even if somebody cabled them across switches:
-whoever asked for a group relies on it.
+rule holds for the next level. Scheduling groups (racks) are kept whole even if they are cabled across switches: a user
+who asked for a group relies on it.
 
 The lowest rank is always the first, so the workers of node rank 0 keep the first global ranks.
 """
@@ -26,7 +26,7 @@ class Placed(Struct, frozen=True):
 
     node_rank: NodeRank
     place: tuple[str, ...] = ()
-    """Outermost switch first. Empty: nobody knows."""
+    """Outermost switch first. Empty: not known."""
     group: int = -1
     """Scheduling group; -1: none."""
 

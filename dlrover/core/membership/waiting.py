@@ -73,7 +73,7 @@ def standby(state: JobState) -> list[NodeId]:
 
 
 def pending(state: JobState) -> list[NodeId]:
-    """Who waits beside the world although nobody asked for so many."""
+    """Who waits beside the world although fewer were asked for."""
     wanted = 0 if state.terms is None else state.terms.standby
     return outsiders(state.rendezvous)[wanted:]
 
@@ -88,7 +88,7 @@ def pend_timeouts(state: JobState) -> dict[NodeId, Micros]:
 
 
 def suspects(state: JobState) -> list[NodeId]:
-    """Members that have not come back although all the others can say is that they lost somebody."""
+    """Members that have not come back although all the others can say is that they lost a peer."""
     rdzv = state.rendezvous
     incident = state.restarts.open_incident(rdzv.round)
     if state.end is not None or incident is None or incident.first.failure.kind is not FailureKind.PEER_LOST:

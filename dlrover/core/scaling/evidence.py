@@ -122,7 +122,7 @@ def _forget(scaling: Scaling) -> None:
 
 
 def batch_of(configuration: Configuration) -> float:
-    """Records of all workers in one step; what each worker does counts as one record where no one tells."""
+    """Records of all workers in one step; what each worker does counts as one record where the script does not tell."""
     if configuration.total_batch:
         return float(configuration.total_batch)
     workers = configuration.num_workers * configuration.workers_per_node

@@ -222,7 +222,7 @@ def _room(state: JobState, standby: int, now: Micros) -> int | None:
 
 
 def _horizon(state: JobState, now: Micros) -> float:
-    """Seconds that are left; where no one knows, as many as the job has been as it is, at most an hour."""
+    """Seconds that are left; where that is unknown, as many as the job has been as it is, at most an hour."""
     scaling = state.scaling
     left = seconds_left(scaling)
     if left is not None:

@@ -105,7 +105,7 @@ class Scaling(Struct, kw_only=True):
     held_until: Micros | None = None
     """A person's numbers stay until then."""
     changed_at: Micros | None = None
-    """The newest change of any kind, by whomever."""
+    """The newest change of any kind, by a person or by the job."""
     number_at_change: int = 0
     """The newest run then: those up to it say nothing about what the change led to."""
     changed_kinds: dict[str, Micros] = {}

@@ -187,7 +187,7 @@ def _more_loaders(scaling: Scaling, facts: ScaleFacts, newest: RunMeasured) -> S
 def failed_batch(scaling: Scaling, told: StepShape | None) -> tuple[int, int]:
     """
     The micro-batch for which the memory did not suffice, and the records of a worker in one step. By the word of that worker, for it may fail in its
-    first step; else by what was offered and measured last. 0 records: nobody knows, or the script alone decides what a step is.
+    first step; else by what was offered and measured last. 0 records: not known, or the script alone decides what a step is.
     """
     if told is not None and told.micro_batch:
         return told.micro_batch, told.micro_batch * told.accumulation if told.total_batch else 0

@@ -122,7 +122,7 @@ class BreathPage:
         return self.answer
 
     def close(self) -> None:
-        """Nobody may wait there any more."""
+        """No thread may wait there any more."""
         futex.unmap(*self._mapping)
 
     def _wait(self, offset: int, value: int, timeout: float | None) -> None:

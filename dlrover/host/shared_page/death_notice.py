@@ -6,7 +6,7 @@ futexes are handed over at its beginning. So the main thread of a worker locks a
 never unlocks it; a thread of the agent waits for the word of that mutex.
 
 The mutex is the C library's, because the list of robust futexes belongs to the C library: a list of our own would replace it. The agent
-needs no mutex. It waits for the word alone, which the worker marks as waited for, because only then the kernel wakes anybody.
+needs no mutex. It waits for the word alone, which the worker marks as waited for, because only then the kernel wakes a waiter.
 
 An `exec` hands the mutex over as well, and so does a main thread that ends alone. The notice therefore says "look", and `/proc/PID/stat` says
 whether the process is exiting and with which status: `dlrover.host.processes`. Where any of this is missing (another C library, a worker that is no
@@ -35,7 +35,7 @@ _ROOM = 128
 
 def hold(path: str, offset: int) -> bool:
     """
-    In the worker, by its main thread: from now on its death is told to whoever waits at this place of this file.
+    In the worker, by its main thread: from now on its death is told to the process that waits at this place of this file.
 
     False: this C library or kernel does not do it. The mapping stays for the life of the process, because the C library keeps a pointer into it.
     """

@@ -1,7 +1,7 @@
 """
 Waiting for a word of shared memory, in the kernel and across processes.
 
-The mapping is made by hand: Python's own is released when nobody refers to it any more, also at the end of the interpreter, and somebody may still
+The mapping is made by hand: Python's own is released when no object refers to it any more, also at the end of the interpreter, and another thread may still
 wait there.
 """
 
@@ -24,7 +24,7 @@ class _Timespec(ctypes.Structure):
 
 
 def check_kernel() -> None:
-    """Raises OSError where nobody can wait."""
+    """Raises OSError where waiting is not possible."""
     if _SYS_FUTEX is None:
         raise OSError(errno.ENOSYS, f"the number of the futex call on {platform.machine()} is not known here")
 
@@ -44,7 +44,7 @@ def unmap(address: int, length: int) -> None:
 
 
 def wait_while(address: int, value: int, timeout: float | None = None) -> bool:
-    """Until the word at the address is another, somebody wakes us, or the time is over: look again. False: the kernel refuses."""
+    """Until the word at the address is another, another process wakes us, or the time is over: look again. False: the kernel refuses."""
     limit = None
     if timeout is not None:
         seconds, rest = divmod(max(0.0, timeout), 1.0)
@@ -54,7 +54,7 @@ def wait_while(address: int, value: int, timeout: float | None = None) -> bool:
 
 
 def wake(address: int) -> None:
-    """Everybody who waits there."""
+    """All that wait there."""
     if _SYS_FUTEX is not None:
         _futex(address, _FUTEX_WAKE, _EVERYBODY, None)
 

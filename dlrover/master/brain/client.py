@@ -380,7 +380,7 @@ class BrainClient:
     # Waiting.
 
     async def _wait(self, seconds: float, *, for_news: bool) -> None:
-        """An allowance that nobody renews lapses meanwhile."""
+        """An allowance that is not renewed lapses meanwhile."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while (left := until - loop.time()) > 0:

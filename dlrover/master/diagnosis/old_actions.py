@@ -60,7 +60,7 @@ class DiagnosisAction:
 
     action_type: str = DiagnosisActionType.NONE
     instance: int = DiagnosisConstant.MASTER_INSTANCE
-    """Who shall run it: a node's id, the master, any node, or whoever holds it."""
+    """Who shall run it: a node's id, the master, any node, or the one that holds it."""
     timestamp: float = 0.0
     """Creation, in seconds since the epoch; 0: now."""
     expired_time_period: float = 0.0

@@ -83,7 +83,7 @@ class PreCheckRunner:
         self._began: asyncio.Future[Reply] | None = None
 
     def begin(self) -> None:
-        """Before anybody is served: a node that came first would have its world already."""
+        """Before any node is served: a node that came first would have its world already."""
         state = self._master_loop.job.state
         if self._operators and state.end is None and is_wanted(state.pre_check.stage, state.rendezvous.round):
             names = tuple(result.name for result in self._results)
@@ -245,7 +245,7 @@ class PreCheckRunner:
                     text = action.event_msg or action.event_action
                     self._tell(event(self._master_loop.now(), level, action.event_action or "pre_check", text))
                 case _:
-                    log.warning("before training nobody can do this: %s", action.action_type)
+                    log.warning("this action is not possible before training: %s", action.action_type)
         except DLRoverError as error:
             log.warning("action of the pre-check refused action=%s reason=%s", action.action_type, error)
 

@@ -1,5 +1,5 @@
 """
-Operators that look at a job before it begins: those that everybody may want, and what users' own are derived from.
+Operators that look at a job before it begins: those that any job may want, and what users' own are derived from.
 
 `check` is asked in a thread, with a time limit, and answers at once: passed, failed, or not yet (`is_pending`), which is asked again when something
 has changed or the retry interval is over. What shall be done after a failure is a list of actions.
@@ -147,7 +147,7 @@ class ConnectionPreCheckOperator(PreCheckOperator):
         late = [node for node in missing if node.waited > CONNECTION_PATIENCE]
         if late:
             names = ", ".join(node.name for node in late[:8])
-            message = f"{CONNECTION_FAILED}: nobody has come from {names} within {CONNECTION_PATIENCE:g} s."
+            message = f"{CONNECTION_FAILED}: no agent has connected from {names} within {CONNECTION_PATIENCE:g} s."
             return PreCheckResult(result=1, result_msg=message, abnormal_nodes=[node.id for node in late])
         if missing:
             return PreCheckResult(is_pending=True, result_msg=f"{len(missing)} nodes run and have not come yet")
@@ -166,7 +166,7 @@ class ConnectionPreCheckOperator(PreCheckOperator):
 
 
 def _needed(job: JobView) -> list[PlatformNodeView]:
-    """In a job with parameter servers strategy 1 needs these and the first worker; else everybody is needed."""
+    """In a job with parameter servers strategy 1 needs these and the first worker; else all nodes are needed."""
     if job.distribution_strategy != Strategy.PS.value or job.pending_fail_strategy > 1:
         return list(job.platform_nodes)
     is_chief = {node.node_type for node in job.platform_nodes} & {NodeType.CHIEF.value}

@@ -15,7 +15,7 @@ _LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.mergerfs"}
 
 
 def network_filesystem(path: Path, mountinfo: str | None = None) -> str | None:
-    """The type of the network file system that holds the path; None if it is a local one, or if nobody can tell."""
+    """The type of the network file system that holds the path; None if it is a local one, or if that is unknown."""
     if mountinfo is None:
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")

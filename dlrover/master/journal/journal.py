@@ -5,7 +5,7 @@ Everything in this file blocks and belongs to one thread. What is decided, in wh
 it is replayed is `dlrover.core`'s; here are only the rows, the fence and the disk's ways to fail:
 
 * each transaction first looks whether the stored master epoch is still ours, and ends us if not (`Fenced`);
-* a disk that is full, or a lock that somebody holds, passes: `Unavailable`, nothing was written;
+* a disk that is full, or a lock that another process holds, passes: `Unavailable`, nothing was written;
 * a file that cannot be understood does not: `JournalError`. Nothing is ever started afresh in its place.
 
 Records older than the newest snapshot stay as the archive for `dlrover replay`, whole segments from snapshot to

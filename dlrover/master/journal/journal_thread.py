@@ -2,7 +2,7 @@
 The journal's thread: the loop awaits here what the disk does there.
 
 SQLite blocks, so everything that touches the file runs in one thread of its own, one call after the other, with
-values in and values out. A cancelled caller does not stop a write that has begun; nobody else writes meanwhile.
+values in and values out. A cancelled caller does not stop a write that has begun; no other thread writes meanwhile.
 """
 
 from __future__ import annotations

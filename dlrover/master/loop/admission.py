@@ -50,7 +50,7 @@ class Admission:
         self._answers = answers
 
     def accept(self, line: AgentLine, request: Request) -> None:
-        """From an agent, or from somebody who has not said yet who it is."""
+        """From an agent, or from a client that has not said yet who it is."""
         if isinstance(request.body, Attach) and line.has_presented:
             text = "this stream is attached already; another node needs its own"
             line.stream.send(Refusal(id=request.id, code=ErrorCode.ATTACHED, message=text))

@@ -50,7 +50,7 @@ class Inbox:
             self._wake.set()
 
     def retry_after(self) -> float:
-        """Seconds after which somebody who is refused now may come again."""
+        """Seconds after which a client that is refused now may come again."""
         return max(SHORTEST_RETRY, self._num_refused * SERVICE_TIME)
 
     def take(self) -> list[Work]:
@@ -67,7 +67,7 @@ class Inbox:
             self.num_in_work -= 1
 
     def turn_away(self, work: Work, error: Unavailable) -> None:
-        """It changed nothing and may come again. Nobody waits for a finding of our own."""
+        """It changed nothing and may come again. No client waits for a finding of our own."""
         self.leave(work)
         work.fail(error)
 

@@ -1,9 +1,9 @@
 """
-Are the nodes silent, or is it the master that nobody reaches?
+Are the nodes silent, or is it the master that no node reaches?
 
 Seen from here both look the same, but nodes do not fall silent all together, within a heartbeat or two; a master whose cable
-was pulled hears nobody from one moment to the next. Giving up all of them would stop a job that trains on, so then
-nobody is given up: not for silence, and not for a stream that ended, because whoever could come back cannot reach us.
+was pulled hears no node from one moment to the next. Giving up all of them would stop a job that trains on, so then
+no node is given up: not for silence, and not for a stream that ended, because a node that could come back cannot reach us.
 A single node tells nothing about us, so the rule needs two.
 """
 
@@ -26,7 +26,7 @@ class Isolation:
         """Attached, or were when we were cut off."""
 
     def heard(self, now: int, detection: Detection) -> int:
-        """Somebody, whoever it is, reached us. Returns for how many microseconds nobody could; mostly 0."""
+        """A node reached us, no matter which. Returns for how many microseconds no node could; mostly 0."""
         lost = now - self._heard_at if self.is_cut_off(now, detection) else 0
         self._heard_at = now
         return lost
@@ -40,7 +40,7 @@ class Isolation:
             self._nodes.pop(node, None)
 
     def stood_still(self, stalled: int) -> None:
-        """We did not run for so long: nobody could have been heard."""
+        """We did not run for so long: no node could have been heard."""
         self._heard_at += stalled
 
     def is_cut_off(self, now: int, detection: Detection) -> bool:

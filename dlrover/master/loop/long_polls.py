@@ -82,12 +82,12 @@ class LongPolls:
         return self._deadlines[0][0] if self._topics else None
 
     def drop(self, line: AgentLine) -> None:
-        """The stream is gone: nobody hears an answer."""
+        """The stream is gone: no client hears an answer."""
         for work in list(self._by_line.get(line, ())):
             self._leave(work)
 
     def clear(self) -> list[Work]:
-        """Everybody leaves, in the order in which they came."""
+        """All of them leave, in the order in which they came."""
         found = list(self._topics)
         for work in found:
             self._leave(work)

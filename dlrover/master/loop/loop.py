@@ -182,7 +182,7 @@ class MasterLoop:
 
     @property
     def job(self) -> Job:
-        """To be looked at between two turns, by those who watch: what they see may not be durable yet, so it leaves nobody."""
+        """To be looked at between two turns, by those who watch: what they see may not be durable yet, so they must not pass it on."""
         return self._durable.job
 
     # The task.

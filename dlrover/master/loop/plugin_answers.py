@@ -39,7 +39,7 @@ class PluginAnswers:
         self._topology.close()
 
     def place_and_attach(self, line: AgentLine, id_: int, attach: Attach) -> None:
-        """Where the node is belongs to what it says of itself: somebody may have to be asked first."""
+        """Where the node is belongs to what it says of itself: an agent may have to be asked first."""
         place = attach.place or self._topology.known_place(attach.node_ip or attach.host)
         if place is not None:
             self._inbox.offer(Work(replace(attach, place=place), line=line, id=id_))
@@ -52,7 +52,7 @@ class PluginAnswers:
             self._inbox.offer(Work(replace(attach, place=place), line=line, id=id_))
 
     def is_order_missing(self, attach: Attach) -> bool:
-        """Whether it has just brought somebody whose place in the order nobody knows. It may have been refused."""
+        """Whether it has just brought a node whose place in the order is unknown. It may have been refused."""
         if not self._topology.has_sorter:
             return False
         node = self._durable.job.state.nodes.of_launch(attach.launch)

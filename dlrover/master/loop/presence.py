@@ -1,8 +1,8 @@
 """
 Who is there, and when that may be judged: what heartbeats, silence and the ends of streams say about nodes.
 
-They are judged on the master's own time, which can be lost: a master that stood still, or that nobody could reach, has
-not read what was sent in time. Then nobody is given up and no deadline passes, until what was sent has had the time to
+They are judged on the master's own time, which can be lost: a master that stood still, or that no node could reach, has
+not read what was sent in time. Then no node is given up and no deadline passes, until what was sent has had the time to
 come. What is found is kept until it is durable, because the turn that should tell the job of it may fail.
 """
 
@@ -80,12 +80,12 @@ class Presence:
     # What is heard.
 
     def reached(self, now: Micros) -> None:
-        """If nobody could for a while, the others are on their way too: nobody is given up before they had the time."""
+        """If no node could for a while, the others are on their way too: none is given up before they had the time."""
         lost = self._isolation.heard(self._clock.elapsed(), self.patience)
         if lost:
             self._stalled += lost
             self._grace.extend(now, min(lost, micros(self.patience.silence)))
-            log.warning("master was cut off from all nodes for_seconds=%.1f: nobody is given up for it", lost / 1e6)
+            log.warning("master was cut off from all nodes for_seconds=%.1f: no node is given up for it", lost / 1e6)
 
     def heard(self, heartbeat: Heartbeat, now: Micros) -> None:
         with contextlib.suppress(Rejected):  # found silent a moment ago: the core decides, not the beat
@@ -115,7 +115,7 @@ class Presence:
     # What it means.
 
     def note_stalls(self, now: Micros) -> None:
-        """If we stood still, what others sent in time may be unread: give it that time before anybody is given up."""
+        """If we stood still, what others sent in time may be unread: give it that time before a node is given up."""
         stalled = self._stalls.take()
         if stalled:
             self._stalled += stalled
@@ -126,7 +126,7 @@ class Presence:
                 self._blamed_until = self._clock.elapsed() + AFTERMATH
 
     def look(self, now: Micros) -> bool:
-        """Find who has been silent too long. False: time cannot be trusted now, so nobody was, and no deadline passes."""
+        """Find who has been silent too long. False: time cannot be trusted now, so no node was, and no deadline passes."""
         is_time_trusted = self._grace.is_over(now) and not self._is_cut_off()
         self._follow_job()
         if is_time_trusted:

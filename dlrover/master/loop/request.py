@@ -2,7 +2,7 @@
 One request on its way through the loop, and the way back to who sent it.
 
 There are three senders: an agent on its stream, a one-shot client who waits for a future, and the loop itself, whose
-findings nobody waits for.
+findings no caller waits for.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ LATE = 0.1
 """Seconds by which a look may come late before that counts."""
 LONGEST_GRACE = Micros(40_000_000)
 """Microseconds, a full window of silence: who has not come back by then will not, and a master that is late again and
-again, because there is too much to do, must give somebody up in the end."""
+again, because there is too much to do, must give a node up in the end."""
 NEVER = Micros(2**62)
 LONG_STALL = 5_000_000
 """Microseconds that a master may stand still without being taken for dead: agents close a stream that is mute for 10 s."""

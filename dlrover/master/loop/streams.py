@@ -84,7 +84,7 @@ class AgentLines:
             older.stream.end()
 
     def close(self, stream: AgentStream) -> NodeDisconnected | None:
-        """What the end of the stream means; None if it spoke for nobody."""
+        """What the end of the stream means; None if it spoke for no node."""
         line = self._lines.pop(stream, None)
         if line is None:
             return None

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def _unwatched(observation: WatchObservation, now: Micros) -> None:
-    """Nobody watches."""
+    """No observer watches."""
 
 
 def _no_verdict() -> PastVerdict | None:
@@ -186,7 +186,7 @@ class Turning:
         return None
 
     def _release(self, batch: RecordBatch | None, turn: Turn[Work], now: Micros) -> None:
-        """Durable: from here on everybody may know."""
+        """Durable: from here on it may be published."""
         released = () if batch is None else self._durable.sequence.committed(batch)
         for work, outcome, intents in turn.release(released):
             self._settle(work)

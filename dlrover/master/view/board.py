@@ -1,7 +1,7 @@
 """
 The board: what the page shows, as levels with versions.
 
-Whoever looks says which version it has seen and gets what changed since, as it is now. So nothing is queued for anybody: a slow browser, or
+A browser says which version it has seen and gets what changed since, as it is now. So nothing is queued: a slow browser, or
 one that was away for a minute, gets the newest state and skips what lay between; a browser that comes from an earlier life of the master
 gets everything.
 """

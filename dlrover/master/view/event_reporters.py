@@ -56,7 +56,7 @@ class LogReporter:
 
 
 class FileReporter:
-    """JSON lines, for a tool that follows a file. Whoever reads it rotates it."""
+    """JSON lines, for a tool that follows a file. The program that reads it rotates it."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -1,8 +1,8 @@
 """
-The job's events: the newest in memory, all of them in a file of JSON lines beside the journal, and on to whoever wants to be told.
+The job's events: the newest in memory, all of them in a file of JSON lines beside the journal, and on to those that asked to be told.
 
-Volatile as far as the job is concerned: nothing is decided by them, and a file that cannot be written is said once and missed by nobody but
-people. Decisions always become events. What nodes send of their own accord may be a flood; beyond a rate it is counted and left out.
+Volatile as far as the job is concerned: nothing is decided by them, and a file that cannot be written is said once and missed by people
+only. Decisions always become events. What nodes send of their own accord may be a flood; beyond a rate it is counted and left out.
 """
 
 from __future__ import annotations

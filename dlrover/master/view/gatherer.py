@@ -1,7 +1,7 @@
 """
 The gatherer: gathers what the page and the metrics show, from the job, from what nodes tell of themselves, and from those who judge it.
 
-It only asks and listens. While nobody looks it asks now and then, so that plots have a past; while somebody does, as soon as something was
+It only asks and listens. While no browser looks it asks now and then, so that plots have a past; while one does, as soon as something was
 decided or heard, but at most twice a second, and less often where asking costs much: a job of ten thousand nodes is not slowed by its
 audience. All it keeps is bounded, and nothing depends on it: a new master begins with an empty one.
 """
@@ -43,9 +43,9 @@ from dlrover.protocol.messages.watch import PastVerdict, ProgressReport, Resourc
 log = logging.getLogger(__name__)
 
 QUICK = 0.5
-"""Seconds between two looks while somebody watches."""
+"""Seconds between two looks while a browser watches."""
 SLOW = 5.0
-"""The same while nobody does; and the longest time between two looks."""
+"""The same while none does; and the longest time between two looks."""
 LARGEST_SHARE = 0.05
 """Of the time that asking may take."""
 RESTING = 4.0
@@ -95,14 +95,14 @@ class Gatherer:
         self.num_viewers = 0
         self.step: int | None = None
         self.steps_per_second: float | None = None
-        """0: no step has come for long. None: nobody knows, or the job is over."""
+        """0: no step has come for long. None: unknown, or the job is over."""
         self.metrics: dict[str, float] = {}
         """What the script reports with its steps, as of its smallest rank."""
         self.verdicts: tuple[PastVerdict, ...] = ()
         """Of the diagnosis, oldest first."""
         self.goodput: GoodputStatus | None = None
         self.scaling: ScalingStatus | None = None
-        """None: no platform gives the job its nodes, or nobody has asked yet."""
+        """None: no platform gives the job its nodes, or it was not asked yet."""
         self.newest_event = 0
         self.sources: list[Callable[[Gatherer], Awaitable[None]]] = []
         """Ask others than the job, at each look."""
@@ -209,7 +209,7 @@ class Gatherer:
             await _first_of(self._is_news, SLOW)
 
     def came(self) -> None:
-        """Somebody begins to watch; `went` must follow."""
+        """A browser begins to watch; `went` must follow."""
         self.num_viewers += 1
         self._somebody_came.set()
 
@@ -217,7 +217,7 @@ class Gatherer:
         self.num_viewers -= 1
 
     async def fresh(self, max_age: float = 1.0) -> None:
-        """Look, unless somebody just did."""
+        """Look, unless a look was just taken."""
         if self._clock() - self._looked_at > max_age:
             await self.look()
 

@@ -164,7 +164,7 @@ class Families:
                     self._families[each.name] = GaugeMetricFamily(each.name, each.help, labels=each.labels)
 
     def add(self, name: str, value: float | None, *labels: object) -> None:
-        """None: nobody knows, so nothing is told."""
+        """None: unknown, so nothing is told."""
         family = self._families[name]
         assert not isinstance(family, HistogramMetricFamily), f"{name} is a histogram"
         if value is not None:

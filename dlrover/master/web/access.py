@@ -1,8 +1,8 @@
 """
 Who may look at the page, and who may act on the job.
 
-The job's token opens everything. From it a second one is derived that only lets people look, so a link with it can be shared; nobody can
-get back from it to the first. A browser is given neither: it gets a signed cookie that says what it may do and until when, so that a
+The job's token opens everything. From it a second one is derived that only lets people look, so a link with it can be shared; the first
+cannot be computed from it. A browser is given neither: it gets a signed cookie that says what it may do and until when, so that a
 master that was started again still knows it, and nothing has to be stored.
 
 Links for opening the page are valid for a few minutes and once: links stay behind in histories and logs.
@@ -33,7 +33,7 @@ class Access:
     """`clock` gives seconds of the wall clock: links are made in other processes."""
 
     def __init__(self, token: str, *, clock: Callable[[], float] = time.time) -> None:
-        assert token, "a page without a token would be open to everybody"
+        assert token, "a page without a token would be open to every user"
         self._token = token
         self._read_only = read_only_token(token)
         self._clock = clock
@@ -89,7 +89,7 @@ def read_only_token(token: str) -> str:
 
 
 def one_time_link(token: str, now: float) -> str:
-    """What to put behind `?token=`; whoever opens it first may act on the job."""
+    """What to put behind `?token=`; the browser that opens it first may act on the job."""
     return _signed(token, "link", Scope.ACT.value, round(now) + LINK_SECONDS)
 
 

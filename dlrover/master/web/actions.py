@@ -62,7 +62,7 @@ def read_wish(name: str, body: bytes) -> tuple[Action, Question]:
     except msgspec.MsgspecError as error:
         raise BadWish(f"The request cannot be read: {error}.") from error
     if wish.confirm != name:
-        raise BadWish(f'Nobody confirmed this: give "confirm": "{name}".')
+        raise BadWish(f'The request is not confirmed: give "confirm": "{name}".')
     if action.needs_node and wish.node is None:
         raise BadWish('Say which node: "node" is missing.')
     reason = f"dashboard: {wish.reason[:MAX_REASON]}" if wish.reason else "dashboard"

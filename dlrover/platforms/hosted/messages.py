@@ -21,7 +21,7 @@ class ListNodes(Struct, tag=True, frozen=True):
 
 
 class WatchNodes(Struct, tag=True, frozen=True):
-    """Answered by one `NodesListed` and then by each `NodeChanged` and `RoomChanged`, until somebody hangs up."""
+    """Answered by one `NodesListed` and then by each `NodeChanged` and `RoomChanged`, until one side hangs up."""
 
 
 class AskRoom(Struct, tag=True, frozen=True):

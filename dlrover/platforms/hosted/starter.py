@@ -19,7 +19,7 @@ from dlrover.protocol.messages.identity import PlatformId
 
 
 class NodeEnding(Struct, frozen=True):
-    """How a node ended, as far as whoever started it can tell."""
+    """How a node ended, as far as its starter can tell."""
 
     reason: NodeExit
     message: str
@@ -96,7 +96,7 @@ class NodeStarter(Protocol):
         ...
 
     def forget(self, node: PlatformId) -> None:
-        """It was removed: nobody will ask for it again."""
+        """It was removed: it will not be asked for again."""
         ...
 
     async def room(self, resource: Resource, living: Sequence[Resource], *, capacity: int) -> NodeRoom: ...

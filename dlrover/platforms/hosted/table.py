@@ -174,7 +174,7 @@ class NodeHost:
             await asyncio.wait([node.life for node in living], timeout=timeout)
 
     def hold_output(self) -> None:
-        """Take no more of what nodes print: whoever shows it cannot keep up. They wait when their pipes are full."""
+        """Take no more of what nodes print: the program that shows it cannot keep up. They wait when their pipes are full."""
         self._holds_output = True
         for node in self._nodes():
             node.process.hold_output()
@@ -208,7 +208,7 @@ class NodeHost:
             await asyncio.wait([node.life for node in living], timeout=END_TIMEOUT)
 
     async def close(self) -> None:
-        """After `stop`: nobody is served any more."""
+        """After `stop`: no client is served any more."""
         if self._server is not None:
             self._server.close()
         for talk in tuple(self._talks):
@@ -372,10 +372,10 @@ class NodeHost:
 
     async def _end_node(self, node: _Node, grace: float) -> None:
         """
-        SIGTERM, the grace, SIGKILL to everything of the node. Cancelled by a shorter grace of somebody else.
+        SIGTERM, the grace, SIGKILL to everything of the node. Cancelled by a shorter grace of another caller.
 
         The master lets go of a node as soon as its agent has left the job, and that may still write what the job was for. The
-        signal would tell it to be quick, so it comes only when that time is over. Nor is anybody killed while it writes after
+        signal would tell it to be quick, so it comes only when that time is over. Nor is a node killed while it writes after
         the signal, unless it shall end at once.
         """
         if not node.is_urgent:

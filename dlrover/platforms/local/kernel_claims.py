@@ -2,7 +2,7 @@
 Who owns what the kernel keeps by name: network namespaces, interfaces, cgroups.
 
 These outlive the process that made them. So each node host draws a tag, holds a lock on a file of that name for life, and
-gives everything it makes a name with the tag in it. A tag whose lock nobody holds is of a dead host, and everything
+gives everything it makes a name with the tag in it. A tag whose lock is not held is of a dead host, and everything
 with its name can go. The lock decides, not a pid: pids are used again, and other containers cannot see them.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from dlrover.protocol.errors import ConfigError
 
 CLAIMS = Path("/run/dlrover")
-"""Of root alone: nobody else can make what is claimed here."""
+"""Of root alone: no other user can make what is claimed here."""
 _TAG = re.compile(r"[0-9a-f]{6}")
 _MAX_TRIES = 5
 

@@ -2,7 +2,7 @@
 Memory limits of local nodes: one cgroup per node, below our own.
 
 The kernel then ends what exceeds the limit, and counts it: so that a node that ran out of memory is told from one that
-somebody killed. Only where we may create cgroups: root, with the memory controller at hand (v1, or v2 if our own group
+was killed. Only where we may create cgroups: root, with the memory controller at hand (v1, or v2 if our own group
 passes it on).
 """
 

@@ -71,7 +71,7 @@ class Namespaces:
     """Of one node host, named after its claim."""
 
     def __init__(self, tag: str) -> None:
-        """Only names; `create` makes the hub, `find` is for those who want to pull cables of somebody else's."""
+        """Only names; `create` makes the hub, `find` is for those who want to pull cables of a network that another program made."""
         self._tag = tag
         self._hub = f"dlr-{tag}-hub"
         self._network = ipaddress.ip_network("10.0.0.0/8")

@@ -192,7 +192,7 @@ def _spawn(command: NodeCommand, outputs: tuple[int, int]) -> int:
 
 
 class _Output:
-    """Two pipes: what comes goes to the node's log file whole, and line by line to whoever shows it."""
+    """Two pipes: what comes goes to the node's log file whole, and line by line to the program that shows it."""
 
     def __init__(self, log_file: str, on_line: OnLine) -> None:
         self._on_line = on_line
@@ -222,7 +222,7 @@ class _Output:
             self._loop.add_reader(reader, self._read, is_error)
 
     def close(self) -> None:
-        """What is in the pipes is taken along; somebody who holds them open from elsewhere is not waited for."""
+        """What is in the pipes is taken along; a process that holds them open from elsewhere is not waited for."""
         for is_error in tuple(self._readers):
             while is_error in self._readers and self._read(is_error):
                 pass

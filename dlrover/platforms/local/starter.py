@@ -102,7 +102,7 @@ class LocalStarter:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
 
     def adopt(self, pid: int, on_exit: Callable[[int], None]) -> None:
-        """A child that is no node (the master): have its wait status told. Nobody else may wait for it."""
+        """A child that is no node (the master): have its wait status told. No other code may wait for it."""
         self._children[pid] = on_exit
 
     async def wait_child(self, pid: int, timeout: float) -> None:

@@ -243,7 +243,7 @@ class RayNode:
             raise _GivenUp
 
     async def _print(self) -> None:
-        """Long questions, one at a time; none while whoever shows the lines cannot keep up."""
+        """Long questions, one at a time; none while the display of the lines cannot keep up."""
         name = short_name(self.intent)
         loop = asyncio.get_running_loop()
         import ray.exceptions
@@ -297,7 +297,7 @@ class RayNode:
             self.exit_code.set_result(end.exit_code)
 
     def _call(self, call: Any) -> None:
-        """Somebody must hear of its failure: `_live` does by its own call."""
+        """Its failure must be noticed: `_live` does by its own call."""
         future = asyncio.ensure_future(_quietly(call))
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
@@ -492,7 +492,7 @@ class RayStarter:
         return list(self._living.values())
 
     async def watch_drains(self) -> None:
-        """Until cancelled. Ray tells nobody of a drain, so this asks."""
+        """Until cancelled. Ray announces no drain, so this asks."""
         told: set[tuple[PlatformId, str]] = set()
         while True:
             machines = await asyncio.to_thread(cluster.machines)

@@ -40,7 +40,7 @@ class Registered(Struct, frozen=True, kw_only=True):
 
 
 class JobResult(Struct, frozen=True, kw_only=True):
-    """Of a job whose driver was gone when it ended; stays until somebody asks for it."""
+    """Of a job whose driver was gone when it ended; stays until it is asked for."""
 
     exit_code: int
     report: str = ""

@@ -49,7 +49,7 @@ class SnapshotSaved(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class SnapshotFailed(Struct, tag=True, frozen=True, kw_only=True):
-    """A state could not even be copied into memory. Training goes on, and somebody should know."""
+    """A state could not even be copied into memory. Training goes on, and a person should know."""
 
     directory: str
     step: int
@@ -82,7 +82,7 @@ class CheckpointSettled(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class SaveRequested(Struct, tag=True, frozen=True, kw_only=True):
-    """Somebody wants the state in storage soon: the next save shall be one to storage."""
+    """The state is wanted in storage soon: the next save shall be one to storage."""
 
     number: int
     """Grows with each request: one that was honoured is not honoured again."""
@@ -127,7 +127,7 @@ class CheckpointCommitted(CheckpointCommand, tag=True, frozen=True, kw_only=True
     step: int
     round: Round = Round(0)
     is_by_files: bool = False
-    """Nobody told it to: it could not reach the master for long, and the files were complete."""
+    """It was not told to: it could not reach the master for long, and the files were complete."""
 
 
 class CheckpointFailed(CheckpointCommand, tag=True, frozen=True, kw_only=True):
@@ -161,7 +161,7 @@ class SnapshotsHeld(CheckpointCommand, tag=True, frozen=True, kw_only=True):
 
 
 class RequestSave(Struct, tag=True, frozen=True, kw_only=True):
-    """Somebody with the token wants the job's state in storage as soon as its trainers save next."""
+    """A client with the token wants the job's state in storage as soon as its trainers save next."""
 
     reason: str = ""
 
@@ -185,7 +185,7 @@ class CommitCheckpoint(Struct, frozen=True, kw_only=True):
     is_newest: bool = True
     """False: a newer state was committed before. It becomes a checkpoint, and the trackers stay."""
     data_state: str = ""
-    """What its model has still to read, for the manifest; empty: the job reads no shards, or nobody can say it any more."""
+    """What its model has still to read, for the manifest; empty: the job reads no shards, or it is not known any more."""
 
 
 class PersistSnapshot(Struct, frozen=True, kw_only=True):

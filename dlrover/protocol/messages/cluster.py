@@ -57,7 +57,7 @@ class ServerBound(ClusterCommand, tag=True, frozen=True, kw_only=True):
     """The server of the process listens."""
 
     address: str
-    """host:port; empty: the process serves nobody (an evaluator)."""
+    """host:port; empty: the process serves no other (an evaluator)."""
 
 
 class ModelRestored(ClusterCommand, tag=True, frozen=True, kw_only=True):

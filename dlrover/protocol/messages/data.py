@@ -90,7 +90,7 @@ class DatasetSpec(Struct, frozen=True, kw_only=True):
     partition without an end can be read for ever.
     """
     fingerprint: str = ""
-    """Of the data themselves, where somebody has looked: data that were exchanged are refused like another cut. Empty: nobody has."""
+    """Of the data themselves, where a reader has looked: data that were exchanged are refused like another cut. Empty: none has."""
 
 
 class LeasedShard(Struct, frozen=True, array_like=True):
@@ -144,19 +144,19 @@ class ExchangeShards(DatasetCommand, tag=True, frozen=True, kw_only=True):
     consumed: tuple[Consumption, ...] = ()
     failed: tuple[ShardError, ...] = ()
     unused: tuple[int, ...] = ()
-    """Shards that go back with what is left of them: nobody here will read it."""
+    """Shards that go back with what is left of them: no worker here will read it."""
     want: int = 0
     has_model: bool = False
     """
-    The sender has loaded a model in this round, and one rank says which (`RestoreAgreed`). That word may come later than this question: till
-    then nobody can tell what is still to be read.
+    The sender has loaded a model in this round, and one rank says which (`RestoreAgreed`). That word may come later than this question: until
+    then it is unknown what is still to be read.
     """
     waived: str = ""
     """Why the rest of the dataset is left unread on purpose: then the job may end without it."""
 
 
 class Claim(Struct, frozen=True, array_like=True):
-    """A restored model says: this is in me, since that step. Whoever else was to read it must not."""
+    """A restored model says: this is in me, since that step. Any other worker that was to read it must not."""
 
     epoch: int
     start: int
@@ -170,7 +170,7 @@ class RestoreAgreed(DataCommand, tag=True, frozen=True, kw_only=True):
     """
     The ranks of a round agree on the model they go on with. What any dataset gave to later steps is to be read again, and nothing else.
 
-    One rank says it for all, before anybody takes a shard in the round.
+    One rank says it for all, before any rank takes a shard in the round.
     """
 
     step: int
@@ -182,7 +182,7 @@ class RestoreAgreed(DataCommand, tag=True, frozen=True, kw_only=True):
     newest checkpoint in storage says, for books that know nothing, because the journal was lost.
     """
     is_explicit: bool = False
-    """Somebody named the checkpoint to go back to: its word counts, whatever the books say."""
+    """The user named the checkpoint to go back to: its word counts, whatever the books say."""
 
 
 class RestoreDataset(DatasetCommand, tag=True, frozen=True, kw_only=True):
@@ -257,9 +257,9 @@ class DatasetState(Struct, tag=True, frozen=True, kw_only=True):
     num_shards: int
     """Of one epoch."""
     num_todo: int
-    """Records of the running epoch that nobody has taken, returned ones included."""
+    """Records of the running epoch that are not taken, returned ones included."""
     num_doing: int
-    """Records that somebody holds."""
+    """Records that workers hold."""
     num_consumed: int
     """Records in all epochs that a model contains, provisionally or for good."""
     num_committed: int
@@ -275,7 +275,7 @@ class DatasetState(Struct, tag=True, frozen=True, kw_only=True):
     speed: float = 0.0
     """Records a second, over about the last minute of reading in this round."""
     remaining: float | None = None
-    """Seconds until the end at that speed; None: nobody can say."""
+    """Seconds until the end at that speed; None: unknown."""
     consumed_at: Micros = Micros(0)
     """When something was last reported as read, on the master's clock."""
     waived: str = ""

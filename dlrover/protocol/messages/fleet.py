@@ -122,7 +122,7 @@ class ReplicaSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_relaunches: int = 3
     """Per rank, for failures only: evictions and scaling do not count."""
     critical: str = ""
-    """Whose final failure ends the job: "" (worker 0 of a PS job, else nobody), "all", "none", or "0:3,2:1" (rank:relaunches)."""
+    """Whose final failure ends the job: "" (worker 0 of a PS job, else none), "all", "none", or "0:3,2:1" (rank:relaunches)."""
     priority: str = ""
     """"high", "low", or a fraction f such as "0.5": the first round(count * f) nodes are high, the others low."""
 
@@ -145,7 +145,7 @@ class FleetSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pending_timeout: float = 900.0
     """Seconds a node may stay Pending; 0 or less: for ever."""
     pending_strategy: int = 1
-    """Who has to run for the job to go on: -1 and 0 nobody is judged, 1 the necessary nodes, 2 all."""
+    """Who has to run for the job to go on: -1 and 0 no node is judged, 1 the necessary nodes, 2 all."""
     group_affinity: dict[int, int] = {}
     """Scheduling group to number of workers; groups in ascending order take consecutive ranks. Empty: no groups."""
     max_job_restarts: int = 3
@@ -222,7 +222,7 @@ class LaunchRefused(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ScaleJob(Struct, tag=True, frozen=True, kw_only=True):
-    """Somebody with the token changes how many nodes the job shall have."""
+    """A client with the token changes how many nodes the job shall have."""
 
     min_nodes: int
     max_nodes: int
@@ -292,7 +292,7 @@ class VersionType(enum.StrEnum):
     """Which version of the cluster of parameter servers."""
 
     GLOBAL = "GLOBAL"
-    """How often a parameter server was lost; or what somebody set it to."""
+    """How often a parameter server was lost; or what a person set it to."""
     LOCAL = "LOCAL"
     """What a node works with."""
     RESTORED = "RESTORED"

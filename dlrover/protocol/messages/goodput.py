@@ -96,7 +96,7 @@ class AskFault(Struct, tag=True, frozen=True, kw_only=True):
 
 class FaultTold(Struct, tag=True, frozen=True, kw_only=True):
     kind: str = ""
-    """As in `FaultCost`; empty: nobody knows of a fault in that round."""
+    """As in `FaultCost`; empty: no fault is known in that round."""
     cause: str = ""
     node_rank: NodeRank | None = None
     global_rank: int | None = None
@@ -133,7 +133,7 @@ class FaultCost(Struct, frozen=True, kw_only=True):
     stood_still: float | None = None
     """Seconds until the next round began; None: it has not."""
     recovered_after: float | None = None
-    """Seconds until somebody was known to compute new steps; None: nobody was yet."""
+    """Seconds until a worker was known to compute new steps; None: none was yet."""
     is_redo_known: bool = True
     """Else nothing tells from where the workers went on: `seconds` has no repeated steps, and `recovered_after` is the first step of any kind."""
 

@@ -123,7 +123,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     last_call: float = 30.0
     """Seconds after the newest join during which a startable round still waits for nodes known to be alive."""
     first_call: float = 3.0
-    """The same for nodes that nobody has heard of yet, in the first round only: people start nodes by hand nearly at once."""
+    """The same for nodes that were not heard of yet, in the first round only: people start nodes by hand nearly at once."""
     join_timeout: float = 600.0
     """Seconds a round may stay below `min_nodes` before the job gives up."""
     pend_timeout: float | None = None
@@ -173,7 +173,7 @@ class Detection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     suspicion: float = 12.0
     """The same for a node whose neighbours have lost it too: two witnesses need less time than one."""
     lease: float = 30.0
-    """An agent that did not run for so long kills its workers before it talks to anybody. Below `silence`, so that
+    """An agent that did not run for so long kills its workers before it talks to any other process. Below `silence`, so that
     workers of a frozen node never outlive the moment at which it is replaced."""
     break_grace: float = 5.0
     """A node whose connection its own kernel closed is gone after so long without a new one."""
@@ -277,7 +277,7 @@ class FailureKind(enum.StrEnum):
     PEER_LOST = "peer-lost"
     """Looks like the consequence of another worker's death: connection closed, reset, timed out."""
     PORT_TAKEN = "port-taken"
-    """The coordinator's port was taken by somebody else between the offer and its use."""
+    """The coordinator's port was taken by another process between the offer and its use."""
     BAD_SCRIPT = "bad-script"
     """SyntaxError or a missing module before the first step: no restart can help."""
     STOPPED_BY_US = "stopped-by-us"
@@ -466,7 +466,7 @@ class MasterStarted(Struct, tag=True, frozen=True):
     master_epoch: int
     job_name: str = ""
     user: str = ""
-    """Who started the job; empty: nobody tells."""
+    """Who started the job; empty: not told."""
 
 
 class Attach(Struct, tag=True, frozen=True, kw_only=True):
@@ -595,7 +595,7 @@ class LeaveReason(enum.StrEnum):
 
 
 class LeaveJob(Struct, tag=True, frozen=True, kw_only=True):
-    """The agent goes and will not come back: nobody needs to wait for it."""
+    """The agent goes and will not come back: no node needs to wait for it."""
 
     node: NodeId
     incarnation: Incarnation
@@ -611,7 +611,7 @@ class NodeDisconnected(Struct, tag=True, frozen=True, kw_only=True):
     node: NodeId
     incarnation: Incarnation
     step: int | None = None
-    """Greatest step its heartbeats told of: if the agent died, nobody else can say whether there was progress."""
+    """Greatest step its heartbeats told of: if the agent died, no other report says whether there was progress."""
     is_our_fault: bool = False
     """The master had stood still for so long that agents closed their streams: that says nothing about the node."""
 
@@ -671,7 +671,7 @@ class DeadlinePassed(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class StopJob(Struct, tag=True, frozen=True, kw_only=True):
-    """Somebody with the token wants the job to end."""
+    """A client with the token wants the job to end."""
 
     message: str = ""
 
@@ -844,7 +844,7 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     num_standby: int = 0
     """Nodes that wait warm, as wished."""
     num_pending: int = 0
-    """Nodes that wait although nobody asked for so many."""
+    """Nodes that wait although fewer were asked for."""
     distinct_failures: tuple[DistinctFailure, ...] = ()
     """Of the newest round that failed."""
     fleet: tuple[FleetNodeStatus, ...] = ()
@@ -854,7 +854,7 @@ class JobStatus(Struct, tag=True, frozen=True, kw_only=True):
     digest: str = ""
     """Hex of the job's state digest, for comparing a replay with the original."""
     user: str = ""
-    """Who started it; empty: nobody tells."""
+    """Who started it; empty: not told."""
     checkpoints: CheckpointStatus = CheckpointStatus()
     newest_verdict: PastVerdict | None = None
     """Of the diagnosis; None: nothing was ever wrong."""
@@ -914,7 +914,7 @@ class Heartbeat(Struct, tag=True, frozen=True, kw_only=True):
     snapshot_step: int | None = None
     """The newest step of which all local shards are in memory."""
     copied_step: int | None = None
-    """The newest of which other nodes keep copies or parity of all local shards; None also where nobody is to keep any."""
+    """The newest of which other nodes keep copies or parity of all local shards; None also where no node is to keep any."""
 
 
 # Effects: what the core asks of the shell.
@@ -1018,7 +1018,7 @@ class MasterAnswer(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class MasterRefusal(Struct, tag=True, frozen=True, kw_only=True):
-    """Nothing changed; or, with the code "unavailable", nobody knows whether it did."""
+    """Nothing changed; or, with the code "unavailable", it is unknown whether it did."""
 
     id: int
     code: str

@@ -20,7 +20,7 @@ MAX_STORE_BYTES = 64 * 1024 * 1024
 ENTRY_BYTES = 64
 """Counted for each entry on top of its key and value, or a million empty values would cost nothing."""
 MAX_WAIT = 60.0
-"""Seconds that one question may wait. Who wants to wait longer asks again: so nobody waits for a worker that died."""
+"""Seconds that one question may wait. Who wants to wait longer asks again: so no call waits for a worker that died."""
 
 
 class KvCommand(Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 What agents ask the master about each other, and what they tell each other about snapshots in their memory.
 
 The master only says who is where; the bytes go from agent to agent. Its answer does not grow with the job: a node learns of those
-that keep something for it and of some neighbours, never of everybody.
+that keep something for it and of some neighbours, never of all nodes.
 
 Between two agents every message stands alone in a frame with a checksum, and everything that follows as raw bytes (metadata, data) has
 its own sums in the message before it. Nothing here can name code.
@@ -56,7 +56,7 @@ class Peers(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Challenge(Struct, tag=True, frozen=True, kw_only=True):
-    """The first word of whoever is called."""
+    """The first word of the called side."""
 
     nonce: bytes
     version: int = PEER_PROTOCOL
@@ -70,7 +70,7 @@ class Proof(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Welcome(Struct, tag=True, frozen=True, kw_only=True):
-    """So does whoever was called."""
+    """So does the called side."""
 
     mac: bytes
 

@@ -1,7 +1,7 @@
 """
 What the checks before training are told in.
 
-Operators run in the master's shell, because anybody may write one. That they began, how far they are and how they ended are commands: the
+Operators run in the master's shell, because any user may write one. That they began, how far they are and how they ended are commands: the
 job holds its first round meanwhile, shows the state of it, and a master that takes over knows whether it has to begin again.
 """
 
@@ -30,7 +30,7 @@ class OperatorState(enum.StrEnum):
     BYPASSED = "bypassed"
     """It failed, and that is allowed."""
     BROKEN = "broken"
-    """It raised, or took too long: nobody waits for it."""
+    """It raised, or took too long: no node waits for it."""
 
 
 class OperatorResult(Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class PreCheckNoted(Struct, tag=True, frozen=True, kw_only=True):
 
 
 PreCheckCommand = PreCheckBegan | PreCheckNoted
-"""Of the master's own shell; nobody outside may send them."""
+"""Of the master's own shell; no client may send them."""
 
 
 class PreCheckStatus(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from msgspec import Struct
 from dlrover.protocol.messages.identity import NodeId, PlatformId
 
 MAX_REASON = 1024
-"""Characters of why somebody wants something: it is said, and some of it is kept. More is cut off."""
+"""Characters of the reason that a person gives: it is said, and some of it is kept. More is cut off."""
 
 
 class RestartWorkers(Struct, tag=True, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class RelaunchNode(Struct, tag=True, frozen=True, kw_only=True):
     """-1: `platform_node` says which."""
     reason: str = ""
     platform_node: PlatformId = PlatformId(-1)
-    """What the platform knows it by, for a node from which nobody has come."""
+    """What the platform knows it by, for a node from which no agent has come."""
     is_cordoned: bool = False
     """Its machine gets no node of this job any more, as far as the platform follows such wishes."""
 

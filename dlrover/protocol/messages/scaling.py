@@ -2,7 +2,7 @@
 How a job finds its own size: terms, evidence, offers, and what people are told.
 
 Evidence comes in (`RunMeasured`, `RoomSeen`, `JobFacts`, `PlanOffered`), a decision and a sentence come out. Memory is in MiB, time in
-seconds, speed in records per second (or steps per second where no one counts records). In a plan None means "keep"; 0 is never a wish.
+seconds, speed in records per second (or steps per second where records are not counted). In a plan None means "keep"; 0 is never a wish.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class TypeUse(Struct, frozen=True, kw_only=True):
     memory: tuple[MemoryPoint, ...] = ()
     """The greatest of any node of the type, since the run was last told of; oldest first, at most `MAX_MEMORY_POINTS`."""
     device_memory_mb: float = 0.0
-    """Greatest of any device; 0: there is none, or no one can read it."""
+    """Greatest of any device; 0: there is none, or it cannot be read."""
     device_total_mb: float = 0.0
     """Of the smallest device."""
     device_use: float = 0.0
@@ -235,7 +235,7 @@ class RunMeasured(Struct, tag=True, frozen=True, kw_only=True):
     step_time_high: float = 0.0
     """Third quartile; 0: unknown."""
     records_per_second: float = 0.0
-    """0: no one counts records."""
+    """0: records are not counted."""
     last_step: int | None = None
     """Of the job; None: it has no steps that mean the same in each life."""
     types: tuple[TypeUse, ...] = ()
@@ -293,7 +293,7 @@ class SizePlan(Struct, frozen=True, kw_only=True):
 
 
 class PlanOffered(Struct, tag=True, frozen=True, kw_only=True):
-    """Somebody else (Brain) proposes a plan. The brakes judge it as any other."""
+    """Another program (Brain) proposes a plan. The brakes judge it as any other."""
 
     plan: SizePlan
     sentence: str = ""
@@ -310,7 +310,7 @@ class DefineScaling(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class SetScaling(Struct, tag=True, frozen=True, kw_only=True):
-    """Somebody with the token switches scaling on or off (`dlrover scale --auto`)."""
+    """A client with the token switches scaling on or off (`dlrover scale --auto`)."""
 
     mode: ScaleMode
 

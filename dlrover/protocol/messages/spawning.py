@@ -15,7 +15,7 @@ class ForkWorker(Struct, tag=True, frozen=True, kw_only=True):
     Start one worker. Four descriptors come along: its stdin, stdout, stderr and its leash.
 
     The leash is a socket whose other end the agent holds. The worker, once forked, waits for one byte on it; end of
-    file instead means that nobody knows of this worker and it ends without having run anything. A request that is
+    file instead means that no agent knows of this worker and it ends without having run anything. A request that is
     repeated after a zygote's death brings a new leash and the agent drops the old one, so it never starts a worker
     twice. Afterwards the worker closes the leash (it runs) or writes why it cannot.
     """

@@ -1,7 +1,7 @@
 """
 Messages of sync points and barriers.
 
-A sync point is reached when every worker that ran at its first join has joined; a barrier is open when somebody says
+A sync point is reached when every worker that ran at its first join has joined; a barrier is open when a worker says
 so. Both can be used again and again under one name: generations tell the uses apart. They belong to a round, because a
 new round starts all workers, and with them all their uses, anew.
 """

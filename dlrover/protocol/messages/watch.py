@@ -45,7 +45,7 @@ class Phase(enum.StrEnum):
     DATA = "data"
     """Waiting for the next batch."""
     FORWARD = "forward"
-    """Between batch and backward. What nobody can tell apart is counted here: it is the user's own code."""
+    """Between batch and backward. What cannot be told apart is counted here: it is the user's own code."""
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     COLLECTIVE = "collective"
@@ -119,7 +119,7 @@ class WorkerProgress(Struct, frozen=True, kw_only=True):
     model_start: int | None = None
     """Those of them that the model had when the worker began; None: unknown."""
     num_plain_steps: int = 0
-    """Of these, the ones in which nothing was saved or evaluated; 0 where nobody tells them apart."""
+    """Of these, the ones in which nothing was saved or evaluated; 0 where they are not told apart."""
     plain_seconds: float = 0.0
     """Computing time in the plain steps."""
     num_timed_steps: int = 0
@@ -210,7 +210,7 @@ class ResourceReport(Struct, tag=True, frozen=True, kw_only=True):
     workers: tuple[ProcessSample, ...] = ()
     devices: tuple[DeviceSample, ...] = ()
     has_devices: bool = False
-    """There are some; without the vendor's library nobody can read them, and `devices` is empty."""
+    """There are some; without the vendor's library they cannot be read, and `devices` is empty."""
     troubles: tuple[str, ...] = ()
     """`GPU is lost`, a driver call that does not return, ..."""
     clock_jump: float = 0.0
@@ -352,7 +352,7 @@ class WatchTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     strategy: HangStrategy = HangStrategy.ACT
     hang_timeout: float = 300.0
-    """Seconds without progress after which workers are restarted though nobody can prove that they hang."""
+    """Seconds without progress after which workers are restarted though there is no proof that they hang."""
     longest_timeout: float = 7200.0
     """The same for phases that are known to take long: start, first step, compilation, evaluation."""
     pause: float = 5.5
@@ -383,7 +383,7 @@ class TakeLook(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class SendTail(Struct, tag=True, frozen=True, kw_only=True):
-    """Somebody wants to see the last that a worker printed."""
+    """A person wants to see the last that a worker printed."""
 
     request: int
     global_rank: int
@@ -391,7 +391,7 @@ class SendTail(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ShowNotice(Struct, tag=True, frozen=True, kw_only=True):
-    """A line for people at the console of the node; nobody waits for an answer."""
+    """A line for people at the console of the node; no sender waits for an answer."""
 
     text: str
 
@@ -401,7 +401,7 @@ class WatchOrder(Struct, frozen=True, kw_only=True):
 
     id: int
     expires_in: float
-    """Seconds after `at`: then nobody waits for the answer any more, and an agent that was held up leaves it alone."""
+    """Seconds after `at`: then the answer is not awaited any more, and an agent that was held up leaves it alone."""
     order: TakeLook | SendTail | ShowNotice
     at: Micros = Micros(0)
     """The master's clock when it was sent; 0: not told."""
@@ -487,7 +487,7 @@ class HangFound(Struct, tag=True, frozen=True, kw_only=True):
     round: Round
     verdict: Verdict
     stalled_for: float
-    """Seconds since the newest progress of anybody."""
+    """Seconds since the newest progress of any worker."""
 
 
 class FaultFound(Struct, tag=True, frozen=True, kw_only=True):
@@ -498,7 +498,7 @@ class FaultFound(Struct, tag=True, frozen=True, kw_only=True):
 
 
 WatchCommand = HangFound | FaultFound
-"""Findings of the master's own shell; nobody outside may send them."""
+"""Findings of the master's own shell; no client may send them."""
 
 
 class PastVerdict(Struct, frozen=True, kw_only=True):

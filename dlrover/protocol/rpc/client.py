@@ -3,7 +3,7 @@ The agent's side of the wire: one stream to the master that heals itself, and `a
 
 A broken stream is nothing special. The channel tries again with jitter, presents the agent anew, and sends every
 request that was never answered once more under its old sequence number, so the master applies it once. It goes on until
-somebody closes it or the master refuses for good.
+the caller closes it or the master refuses for good.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class AgentChannel:
         return waiting
 
     def _settle(self, number: int) -> _Waiting | None:
-        """Answered, or nobody wants the answer any more."""
+        """Answered, or the answer is not wanted any more."""
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             self._unsettled.pop(waiting.request.sequence, None)
@@ -398,7 +398,7 @@ class AgentChannel:
 
 
 async def ask(address: str, body: Question, *, token: str, tls: TlsConfig | None = None, timeout: float) -> Reply:
-    """One question, one answer. Nobody listens: Unavailable at once. A busy master is asked again until the timeout."""
+    """One question, one answer. No server listens: Unavailable at once. A busy master is asked again until the timeout."""
     end_at = time.monotonic() + timeout
     data = QUESTION.encode(body)
     refusal: Unavailable | None = None

@@ -147,7 +147,7 @@ class Door:
         """
         A call has shown no token, or a wrong one. Its connection is closed when the caller has had time to read why.
 
-        False: nobody needs to read that any more. Whoever can hold the call gives it to `hold` instead of an answer.
+        False: that need not be read any more. A handler that can hold the call gives it to `hold` instead of an answer.
         """
         place = _plain(place)
         self._suspects[_address_of(place)] = 0
@@ -273,7 +273,7 @@ class Door:
         return _plain((host, port))
 
     def _deafen(self, each: _Stranger) -> None:
-        """Whoever opens and resets calls shall wait, and not the master. A stranger who is connected, and not heard, does not come again."""
+        """A client that opens and resets calls shall wait, and not the master. A stranger who is connected, and not heard, does not come again."""
         refused = None if each.place is None else self._refused.get(each.place)
         if refused is None or refused.is_deaf or not refused.is_flooding:
             return

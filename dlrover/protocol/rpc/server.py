@@ -50,7 +50,7 @@ MAX_RESERVE = 512
 
 
 class PortTaken(ConfigError):
-    """Somebody else listens there: perhaps the job's master, and we are to connect instead."""
+    """Another process listens there: perhaps the job's master, and we are to connect instead."""
 
 
 class AgentStream:

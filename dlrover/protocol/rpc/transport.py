@@ -155,7 +155,7 @@ def _frame(parcel: FromAgent | FromMaster) -> list[bytes]:
 
 
 def instead_of(verdict: Answer | Refusal) -> Refusal:
-    """Of one that cannot be encoded: somebody waits for it."""
+    """Of one that cannot be encoded: a caller waits for it."""
     if isinstance(verdict, Refusal):
         return replace(verdict, message=encodable(verdict.message))
     kind = type(verdict.body).__name__

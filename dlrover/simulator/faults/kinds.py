@@ -337,7 +337,7 @@ def _platform_refuses(sim: Simulation, fault: Fault) -> bool:
 
 
 def _scaling(sim: Simulation, fault: Fault) -> bool:
-    """Somebody wants more nodes, or fewer."""
+    """A person wants more nodes, or fewer."""
     kinds = sim.shape.kinds_to_scale
     if kinds and (not sim.shape.is_one_world or fault.amount < 0.5):
         return sim.people.scale_replicas(kinds[fault.pick % len(kinds)], fault.pick // len(kinds))
@@ -357,13 +357,13 @@ def _cloud(sim: Simulation) -> VirtualCloud | None:
 
 
 def _eviction(sim: Simulation, fault: Fault) -> bool:
-    """A node is taken away by somebody who needs it more."""
+    """A node is taken away by a job that needs it more."""
     cloud = _cloud(sim)
     return cloud is not None and cloud.evict(fault.pick, is_seen=True)
 
 
 def _node_vanishes(sim: Simulation, fault: Fault) -> bool:
-    """The same, and nobody shows it before the next list."""
+    """The same, and it is not shown before the next list."""
     cloud = _cloud(sim)
     return cloud is not None and cloud.evict(fault.pick, is_seen=False)
 
@@ -374,12 +374,12 @@ def _node_fails(sim: Simulation, fault: Fault) -> bool:
 
 
 def _exchange(sim: Simulation, fault: Fault) -> bool:
-    """Somebody wants another machine for a node."""
+    """A person wants another machine for a node."""
     return sim.people.exchange(fault.pick)
 
 
 def _suspension(sim: Simulation, fault: Fault) -> bool:
-    """Somebody wants no more nodes to be launched for a while, and sometimes those that run, too."""
+    """A person wants no more nodes to be launched for a while, and sometimes those that run, too."""
     is_releasing = fault.pick % 2 == 0
     return _cloud(sim) is not None and sim.people.suspend(fault.between(5.0, 1500.0), is_releasing=is_releasing)
 

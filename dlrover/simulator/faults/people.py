@@ -41,9 +41,9 @@ class People:
     def __init__(self, simulation: Simulation) -> None:
         self._sim = simulation
         self._question: SuspendJob | ResumeJob | None = None
-        """What nobody has answered."""
+        """What is not answered."""
         self.scaled_types: dict[NodeType, None] = {}
-        """Of which somebody wanted another number."""
+        """Of which a person wanted another number."""
         self.want_pause = False
         self.is_paused = False
         """They want a pause, and were told that there is one."""
@@ -60,7 +60,7 @@ class People:
         return True
 
     def scale_replicas(self, node_type: NodeType, pick: int) -> bool:
-        """Somebody wants another number of the nodes of some type."""
+        """A person wants another number of the nodes of some type."""
         sim = self._sim
         master, fleet = sim.masters.listening(), sim.shape.fleet
         if master is None or master.job.end is not None or fleet is None:
@@ -73,7 +73,7 @@ class People:
         return True
 
     def exchange(self, pick: int) -> bool:
-        """Somebody wants another machine in place of one that runs."""
+        """A person wants another machine in place of one that runs."""
         master, cloud = self._sim.masters.listening(), self._sim.platform
         if master is None or master.job.end is not None or not isinstance(cloud, VirtualCloud):
             return False
@@ -113,7 +113,7 @@ class People:
         sim.events.after(ASK_AGAIN, self._try, question)
 
     def answered(self, command: Command | Query, code: str | None = None) -> None:
-        """By a master whose answer is durable. Refused as it is so already, or because nobody has defined the fleet yet.
+        """By a master whose answer is durable. Refused as it is so already, or because the fleet is not defined yet.
 
         A job that cannot release its nodes is asked to launch no more, which none refuses.
         """
@@ -136,7 +136,7 @@ class People:
             self._ask(SuspendJob(reason="somebody still needs the machines"))
 
     def has_just_resumed(self) -> bool:
-        """Too short ago for anybody's patience, which began anew: the job's own for a round, a moment before we heard of it."""
+        """Too short ago for any patience, which began anew: the job's own for a round, a moment before we heard of it."""
         patience = min(NEW_PATIENCE, micros(self._sim.shape.join_timeout) - SECOND)
         return self._resumed_at is not None and self._sim.events.now - self._resumed_at < patience
 

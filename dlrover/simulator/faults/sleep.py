@@ -2,7 +2,7 @@
 An agent that stands still: its process gets no time, for a moment or for minutes, and the machine does not say so.
 
 What should have happened meanwhile happens when it wakes up, and only then it reads what arrived. One that wakes up too late
-kills its workers before it talks to anybody: others may have taken their places.
+kills its workers before it talks to any other: others may have taken their places.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sleep:
         return True
 
     def end(self) -> None:
-        """It runs again. Too late: its workers are killed before it talks to anybody."""
+        """It runs again. Too late: its workers are killed before it talks to any other."""
         agent, sim = self._agent, self._sim
         if not agent.is_alive or self.since is None:
             return

@@ -1,8 +1,8 @@
 """
 What troubles a job, and how long it has had calm: faults that hit, troubles that last, and the moment when all stops.
 
-Nobody can hold a job to progress while something goes wrong. So whoever does something that it has to recover from says
-so here, and the checks ask here what they may expect.
+No check can hold a job to progress while something goes wrong. So a fault that the job has to recover from is noted
+here, and the checks ask here what they may expect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Troubles:
         self._progress_then = 0
         self._has_quiet = False
         self._quiet_at: int | None = None
-        """When faults stopped and nobody trained; None: that is not so, or over."""
+        """When faults stopped and no worker trained; None: that is not so, or over."""
         self.recovery = 0
         self.by_kind: dict[str, int] = {}
         """Faults that hit something."""

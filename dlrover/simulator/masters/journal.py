@@ -2,7 +2,7 @@
 The journal on a virtual disk: transactions that happen whole or not at all, and the fence between masters.
 
 It promises what SQLite promises. A crash during a write leaves the transaction whole or absent, never in part; a
-transaction of a master whose epoch is not the stored one is refused. And it can refuse everybody for a while, like a
+transaction of a master whose epoch is not the stored one is refused. And it can refuse every caller for a while, like a
 full disk.
 """
 

@@ -104,7 +104,7 @@ class VirtualMaster:
             self.lines.heard(line)
 
     def hear(self, word: Command | Query) -> None:
-        """Of somebody who asks once and does not wait."""
+        """Of a client that asks once and does not wait."""
         if self.is_alive:
             self.inbox.put(word)
             self.plan_turn()

@@ -65,7 +65,7 @@ class MasterTime:
         return self.now() >= self._grace_until
 
     def end_grace(self) -> int:
-        """Returns for how long the master stood still since it ended last: so long nobody was silent."""
+        """Returns for how long the master stood still since it ended last: for so long no node was silent."""
         self._granted = 0
         stalled, self._stalled = self._stalled, 0
         return stalled

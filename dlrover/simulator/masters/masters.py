@@ -2,7 +2,7 @@
 The lives of the master, one after the other over one journal, and what happens to them from outside.
 
 They are killed, stall, or sleep while another takes over; their disk fills up, slows down or is lost. Each next one has to
-find what its predecessor had made durable. Agents that find nobody wait here until there is somebody.
+find what its predecessor had made durable. Agents that find no master wait here until there is one.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Masters:
 
     def lose_journal(self, *, downtime: int) -> bool:
         """
-        What was known only to the journal is known to nobody now. That a job had ended cannot be told again, though, nor
+        What was known only to the journal is lost now. That a job had ended cannot be told again, though, nor
         what was read of its data.
         """
         sim, master = self._sim, self.newest

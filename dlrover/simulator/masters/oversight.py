@@ -114,7 +114,7 @@ def _note_command(sim: Simulation, command: Command, verdict: str) -> None:
 
 
 def release(sim: Simulation, master: VirtualMaster, batch: RecordBatch | None) -> None:
-    """What is released now is seen by everybody: it must be durable, and of the newest master."""
+    """What is released now is seen by all: it must be durable, and of the newest master."""
     job = master.job
     if master.master_epoch != sim.masters.journal.master_epoch:
         raise Violation("I6", f"the master of epoch {master.master_epoch} speaks after it was replaced")

@@ -93,7 +93,7 @@ class VirtualNode:
         self.num_agents = 0
         self.num_ports = 0
         self.platform_id = PlatformId(-1)
-        """What the platform knows it by; -1: nobody brought it."""
+        """What the platform knows it by; -1: no platform brought it."""
         self.fleet_rank = -1
         self.node_type = NodeType.WORKER
         self.breakage: ExitClass | None = None

@@ -72,7 +72,7 @@ class AgentlessPrograms:
             self._sim.events.after(span(self._chance, *SWITCH), self._switch, reply.nodes, self._version_now())
 
     def _switch(self, cluster: tuple[PsNode, ...], version: int) -> None:
-        """If nobody hears it, they are asked to switch once more."""
+        """If no program hears it, they are asked to switch once more."""
         self._is_switching = False
         self._used, self._version = cluster, version
         master = self._sim.masters.listening()
@@ -80,7 +80,7 @@ class AgentlessPrograms:
             master.hear(PsReady(addresses=tuple(node.service_address for node in cluster)))
 
     def _check_told(self, told: PsNodes) -> None:
-        """Each rank once, in order; nobody never there; and another server at an old address has not its variables."""
+        """Each rank once, in order; none that was never there; and another server at an old address has not its variables."""
         cloud, ranks = self._sim.platform, [node.rank for node in told.nodes]
         if ranks != sorted(dict.fromkeys(ranks)):
             raise Violation("servers", f"the ranks of the next parameter servers are {ranks}")

@@ -50,7 +50,7 @@ class VirtualChannel:
         self._sim.events.after(pause, self.attempt)
 
     def attempt(self, _: None = None) -> None:
-        """Connect and present ourselves, or wait until there is somebody."""
+        """Connect and present ourselves, or wait until there is a master."""
         agent, sim = self._agent, self._sim
         if not agent.is_alive or not self._is_seeking or agent.sleep.puts_off(self.attempt, None):
             return

@@ -3,7 +3,7 @@ A platform from which the job itself asks its nodes, and the part of a master th
 
 The cloud lives on while masters come and go: it keeps every id it ever heard of, refuses what an older master wants, and
 shows what exists by lists and events. A driver belongs to one life of a master and dies with it, but not what it has sent.
-Calls are slow, answers get lost, events come late or twice, and now and then nobody can be reached at all.
+Calls are slow, answers get lost, events come late or twice, and now and then it cannot be reached at all.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CloudNode:
         self.exit_code: int | None = None
         self.node: VirtualNode | None = None
         self.is_going = False
-        """Somebody asked for its removal, or it is being taken away."""
+        """Its removal was asked for, or it is being taken away."""
         self.is_ours = False
         """The job asked for its removal."""
         self.has_ended = False
@@ -126,7 +126,7 @@ class VirtualCloud(NodeSource):
         self.launches: dict[PlatformId, None] = {}
         """Every id that was ever heard of."""
         self.is_away = False
-        """Nobody can reach it."""
+        """It cannot be reached."""
         self.driver: CloudDriver | None = None
         self._num_words = 0
         self._num_calls = 0
@@ -357,7 +357,7 @@ class VirtualCloud(NodeSource):
         self.sim.events.after(span(self.sim.chance.platform, *NOTICED), self._end, node, NodeExit.SUCCEEDED, 0)
 
     def _end(self, node: CloudNode, reason: NodeExit, exit_code: int | None) -> None:
-        """It is shown as ended until somebody removes it."""
+        """It is shown as ended until it is removed."""
         if self.nodes.get(node.launch.id) is not node or node.is_going:
             return
         node.phase = NodePhase.SUCCEEDED if reason is NodeExit.SUCCEEDED else NodePhase.FAILED
@@ -455,7 +455,7 @@ class VirtualCloud(NodeSource):
             raise Violation("fleet", f"{node.label} shall be removed, and trains on as if nobody had told it")
 
     def _leaves_by_itself(self, node: CloudNode) -> bool:
-        """Nobody needs to ask for its removal."""
+        """Its removal need not be asked for."""
         return False
 
     def check_removed(self) -> None:

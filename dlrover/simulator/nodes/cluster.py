@@ -48,7 +48,7 @@ SENT_ODDS = 0.5
 """How often a request of a master that died had been sent before."""
 EVICTED = 137
 UNWANTED = 900.0
-"""Seconds after which a pod that nobody wants has to be gone: three lists, while nothing disturbs anybody."""
+"""Seconds after which an unwanted pod has to be gone: three lists, without any fault meanwhile."""
 
 
 class VirtualCluster(VirtualCloud):
@@ -257,7 +257,7 @@ class VirtualCluster(VirtualCloud):
             self._terminate(node, is_ours=False)
 
     def evict(self, pick: int, *, is_seen: bool) -> bool:
-        """Deleted by others, evicted by its kubelet, or gone while nobody watched."""
+        """Deleted by others, evicted by its kubelet, or gone while no watch ran."""
         there = [node for _, node in sorted(self.nodes.items()) if not node.is_going]
         if not there:
             return False
@@ -272,7 +272,7 @@ class VirtualCluster(VirtualCloud):
         return True
 
     def _evict_by_kubelet(self, node: CloudNode) -> None:
-        """The pod fails and its object stays, until somebody removes it."""
+        """The pod fails and its object stays, until it is removed."""
         machine = node.node
         node.has_ended = True
         if machine is not None and machine.is_powered:
@@ -290,7 +290,7 @@ class VirtualCluster(VirtualCloud):
     def _late_create(self, intent: LaunchNode) -> None:
         """
         It was removed, or its master followed, while its create was under way; or the answer to a first create was lost, and the
-        pod was evicted before the second. Whoever runs the job now finds the node, and either wants it or removes it.
+        pod was evicted before the second. The master that runs the job now finds the node, and either wants it or removes it.
         """
         self.num_late_creates += 1
         self.sim.events.after(micros(UNWANTED), self._check_unwanted, intent.id, self.sim.events.now)

@@ -1,7 +1,7 @@
 """
-What an agent has told and nobody has answered yet: repeated on each new stream, under its old number and in order.
+What an agent has told and the master has not answered yet: repeated on each new stream, under its old number and in order.
 
-A refusal for now is repeated after a pause; one for good is mended by whoever sent the command. A question is asked once:
+A refusal for now is repeated after a pause; one for good is mended by the part that sent the command. A question is asked once:
 an answer that is lost is not missed.
 """
 

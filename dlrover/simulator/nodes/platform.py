@@ -78,7 +78,7 @@ class VirtualPlatform(NodeSource):
             self.sim.events.after(span(chance, 0.0, LONGEST_START), self._launch_pending, rank)
 
     def scale(self, target: int) -> None:
-        """The job wants so many nodes now; whoever is too many leaves by itself."""
+        """The job wants so many nodes now; a node too many leaves by itself."""
         self.target = target
         for _ in range(target - len(self.sim.machines.nodes) - self._num_pending):
             self._num_pending += 1

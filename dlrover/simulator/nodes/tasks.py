@@ -58,7 +58,7 @@ BINDING = (0.05, 1.0)
 RESTORING = (0.1, 10.0)
 SAVING = (0.05, 20.0)
 SLOW_ODDS = 0.02
-"""How often a step, a restore or a save takes longer than anybody waits for it."""
+"""How often a step, a restore or a save takes longer than any process waits for it."""
 SLOW = (20.0, 900.0)
 HEARING = (0.001, 0.3)
 """Seconds until a process that waits for a newer view has asked for it."""
@@ -192,7 +192,7 @@ class VirtualTasks:
     # Views.
 
     def released(self, job: Job) -> None:
-        """What a master has decided is durable: whoever waits for a newer view hears of it."""
+        """What a master has decided is durable: a process that waits for a newer view hears of it."""
         cluster = job.state.cluster
         if cluster is None or cluster.number == self._number:
             return
@@ -520,7 +520,7 @@ class VirtualTasks:
                 self._step(task)
 
     def check_patience(self, job: Job) -> str | None:
-        """Whoever is waited for, no phase lasts longer than its patience."""
+        """Whichever process is waited for, no phase lasts longer than its patience."""
         cluster = job.state.cluster
         limit = None if cluster is None else _PATIENCE.get(cluster.phase)
         if cluster is None or limit is None or job.end is not None or cluster.finished_at is not None:

@@ -66,7 +66,7 @@ IMPATIENT_ODDS = 0.2
 SAVE_ODDS = 0.3
 """How often a storage save is under way when something goes wrong."""
 GO_BACK_ODDS = 0.05
-"""How often somebody wants a world to begin with an older checkpoint."""
+"""How often a person wants a world to begin with an older checkpoint."""
 SAYS_LOADED_ODDS = 0.8
 """How often the scripts of a job are of those that say when they have loaded a model."""
 FORMER_ODDS = 0.3
@@ -137,7 +137,7 @@ class ReadingWorld:
         self.text = text
         """Of a checkpoint in storage."""
         self.is_explicit = is_explicit
-        """Somebody named that checkpoint."""
+        """A person named that checkpoint."""
         self.step = max(0, model.step)
         self.content = list(model.content)
         self.readers = readers
@@ -145,7 +145,7 @@ class ReadingWorld:
         self.is_restored = False
         """The job knows the model."""
         self.is_spoiled = False
-        """Somebody was refused: no snapshot is taken any more."""
+        """A worker was refused: no snapshot is taken any more."""
 
     @property
     def is_confirmed(self) -> bool:
@@ -172,7 +172,7 @@ class DataTraffic:
         """Checkpoints in storage, by attempt."""
         self._saving: dict[str, Model] = {}
         self._goal: StoredRead | None = None
-        """Somebody wants this one: worlds begin with it until one has taken a snapshot."""
+        """A person wants this one: worlds begin with it until one has taken a snapshot."""
         self._has_confirmed = False
         """Whether the job has heard that steps are named."""
         script = random.Random(f"{simulation.plan.seed}/script")
@@ -457,7 +457,7 @@ class DataTraffic:
         return books is not None and books.is_complete
 
     def check_end(self, job: Job, *, is_audited: bool) -> None:
-        """Of the newest model. Nobody reads any more, so what is held counts as unread."""
+        """Of the newest model. No worker reads any more, so what is held counts as unread."""
         if self._spec.name not in job.state.data.datasets:
             return
         self._forget_given_up(job.state.data.turns())

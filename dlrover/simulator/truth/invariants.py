@@ -70,11 +70,11 @@ last call, and a slow node may need a hundred to start its workers; the rest is 
 
 
 FLEET_EXTRA = 240 * SECOND
-"""With a fleet: until a list shows what nobody told."""
+"""With a fleet: until a list shows what no event told."""
 TASK_EXTRA = 2400 * SECOND
 """With parameter servers: a slow restore and a slow step on the way to the next version, and the patience with each of them."""
 CHECK_EXTRA = 600 * SECOND
-"""With a node check: several phases, of which each may have to wait for somebody who does not come."""
+"""With a node check: several phases, of which each may have to wait for a node that does not come."""
 
 
 def bound_of(shape: Shape) -> int:
@@ -198,7 +198,7 @@ def _new_world_is_right(sim: Simulation, job: Job, touched: Touched) -> str | No
 
 
 def _coordinator_is_fresh(sim: Simulation, job: Job, touched: Touched) -> str | None:
-    """A socket of an old round may still live; whoever connects to it would meet the wrong world."""
+    """A socket of an old round may still live; a worker that connects to it would meet the wrong world."""
     rdzv = job.state.rendezvous
     if rdzv.round == touched.round or rdzv.world is None:
         return None
@@ -263,7 +263,7 @@ def _ranks_have_one_node(sim: Simulation, job: Job, touched: Touched) -> str | N
 
 
 def _blame_is_just(sim: Simulation, job: Job, touched: Touched) -> str | None:
-    """Of a check during which nothing happened to anybody."""
+    """Of a check during which nothing happened to any node."""
     check = job.state.check
     if check.num_checks == touched.num_checks or not sim.troubles.was_calm_since(sim.check_began_at):
         return None

@@ -52,7 +52,7 @@ class Ledger:
         self.answered[life] = max(sequence, self.answered.get(life, 0))
 
     def journal_lost(self) -> None:
-        """What only the journal could know is held against nobody."""
+        """What only the journal could know is not held against the master."""
         self.has_lost_journal = True
         self.coordinators.clear()
         self.lives.clear()

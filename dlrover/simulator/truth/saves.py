@@ -2,7 +2,7 @@
 Storage saves under way while things go wrong, and what has to be true of them (I4).
 
 Just before something goes wrong some members of the running world write shards, so that reports, duties and commits are hit
-by it. The storage is modelled beside the job: it knows which shards were really written. Nobody may be told to commit an attempt of
+by it. The storage is modelled beside the job: it knows which shards were really written. No agent may be told to commit an attempt of
 which a shard is missing; what the job takes for committed is whole in the storage; and what a node was told is committed is
 not forgotten by a later master of the same journal.
 """
@@ -52,7 +52,7 @@ class SaveTraffic:
         self._chance = random.Random(f"{simulation.plan.seed}/saves")
         self._num_attempts = 0
         self._steps: dict[str, tuple[int, Round]] = {}
-        """Step and round of each attempt; round 0: that of whoever writes."""
+        """Step and round of each attempt; round 0: that of the writer."""
         self._shards: dict[str, int] = {}
         """How many each attempt has."""
         self._orders: dict[str, tuple[Round, int]] = {}
@@ -68,7 +68,7 @@ class SaveTraffic:
         self.begin(step=self._num_attempts + 1, round_=Round(0))
 
     def begin(self, *, step: int, round_: Round) -> str:
-        """The name of the attempt; empty: there is nobody who could write. `round_`: of the world; 0: of any."""
+        """The name of the attempt; empty: there is no node that could write. `round_`: of the world; 0: of any."""
         agents = [node.agent for node in self._sim.machines.nodes if node.agent is not None]
         running = [
             agent

@@ -3,7 +3,7 @@ Traffic on the key-value store, and what has to be true of it.
 
 Just before something goes wrong some agents count, race for a value and read, so that their commands are under way when
 it happens and are sent again afterwards. Every add counts once: two adds never get the same number, no number is greater
-than what was ever asked for, and nothing that anybody was told or has read is missing under a later master.
+than what was ever asked for, and nothing that a worker was told or has read is missing under a later master.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class StoreTraffic:
         self._chance = random.Random(f"{simulation.plan.seed}/store")
         self._num_journals = 1
         self._issued: dict[str, int] = {}
-        """Adds, and exchanges, that somebody asked for."""
+        """Adds, and exchanges, that were asked for."""
         self._numbers: dict[str, dict[int, None]] = {}
         """What adds were answered with."""
         self._won: dict[str, int] = {}
         """Exchanges that were answered with success."""
         self._seen: dict[str, int] = {}
-        """The greatest number that anybody was told or has read."""
+        """The greatest number that a worker was told or has read."""
         self._lock = b""
-        """The newest value of the lock that anybody knows."""
+        """The newest value of the lock that any worker knows."""
 
     def stir(self) -> None:
         """Something is about to go wrong: be in the middle of something."""
@@ -107,7 +107,7 @@ class StoreTraffic:
             self._seen[key] = max(number, self._seen.get(key, 0))
 
     def check(self, job: Job) -> None:
-        """Of a master that begins, and at the end: everything that anybody knows is there, and nothing was counted twice."""
+        """Of a master that begins, and at the end: everything that any worker knows is there, and nothing was counted twice."""
         room = job.state.kv.rooms.get(Round(0))
         values = {} if room is None else room.values
         for key, seen in self._seen.items():

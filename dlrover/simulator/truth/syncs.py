@@ -2,9 +2,9 @@
 Workers that meet by name: sync points and barriers, joined and opened while everything goes wrong.
 
 When something is about to go wrong, some worker comes to a sync point, and its peers follow, each in its own time: all of
-them run the same program. Who has come asks whether the others have, until they have or its workers end. So nobody may be let
-through before the last worker of the world has come, except past those whom the job has given up; and nobody waits for ever.
-A barrier is open as often as somebody opened it.
+them run the same program. Who has come asks whether the others have, until they have or its workers end. So no worker may be let
+through before the last worker of the world has come, except past those whom the job has given up; and none waits for ever.
+A barrier is open as often as it was opened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ APART = (0.0, 2.0)
 FOLLOW = (0.0, 10.0)
 ASK = (2.0, 15.0)
 LONGEST_WAIT = 3500 * SECOND
-"""After an hour nobody is waited for any more."""
+"""After an hour no worker is waited for any more."""
 
 
 class SyncWait:
@@ -61,7 +61,7 @@ class SyncTraffic:
         self._waits: dict[str, SyncWait] = {}
         """The newest of each agent process."""
         self._opened: dict[Round, int] = {}
-        """How often somebody opened the barrier."""
+        """How often the barrier was opened."""
         self._answered: dict[Round, int] = {}
         """How often that was answered."""
         self._promised: dict[str, BarrierOpen] = {}
@@ -166,7 +166,7 @@ class SyncTraffic:
     # Barriers.
 
     def _use_barrier(self, opener: VirtualAgent, other: VirtualAgent) -> None:
-        """Somebody opens it; somebody asks whether it is as open as everybody knows, or already once more."""
+        """A worker opens it; a worker asks whether it is as open as all know, or already once more."""
         assert opener.workers.group is not None, "it trains"
         assert other.workers.group is not None, "it trains"
         round_ = opener.workers.group.world.round

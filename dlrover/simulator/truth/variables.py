@@ -1,8 +1,8 @@
 """
 What the variables of a parameter-server job have learned from, and what has to be true of it (I3).
 
-Variables live in the parameter-server processes of one version, and each update of a worker lands there at once, whether or not anybody ever
-hears of it. A checkpoint holds what had landed when it was written. Its *cut* divides that: what was confirmed to its reader before the
+Variables live in the parameter-server processes of one version, and each update of a worker lands there at once, whether or not it is ever
+heard of. A checkpoint holds what had landed when it was written. Its *cut* divides that: what was confirmed to its reader before the
 chief asked for the cut is in the checkpoint for sure; the rest may be in it and unknown to the books, and is read again after a restore.
 
 So whenever a chief has restored a model: what it contains for sure and what the books still have to give out share nothing, and together with
@@ -71,7 +71,7 @@ class StoredModel:
 
 
 class ModelStorage:
-    """The model directory. The newest checkpoint is the one that was written last, whoever wrote it."""
+    """The model directory. The newest checkpoint is the one that was written last, no matter which process wrote it."""
 
     def __init__(self, spec: DatasetSpec) -> None:
         self._spec = spec

@@ -53,7 +53,7 @@ def agent_woke(sim: Simulation, agent: VirtualAgent, away: int) -> None:
 
 
 def workers_ended(sim: Simulation, agent: VirtualAgent, group: VirtualGroup, kind: FailureKind | None) -> None:
-    """Peers may notice before anybody tells them."""
+    """Peers may notice before they are told."""
     coordinator = group.world.coordinator
     if not sim.training.ended(coordinator, agent.node.number):
         return

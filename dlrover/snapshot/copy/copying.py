@@ -5,7 +5,7 @@ A state is some hundreds of tensors, a few of them huge and most of them tiny. H
 share them. The threads hold no interpreter lock while they copy, nor do they need it between two blocks, so the trainer can prepare the rest of a
 snapshot meanwhile, or go on training.
 
-Addresses are plain integers: whoever calls keeps the memory behind them alive until the copy has ended.
+Addresses are plain integers: the caller keeps the memory behind them alive until the copy has ended.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Work(abc.ABC):
         """Copy blocks until none is left to take."""
 
     def help(self) -> None:
-        """The same, in a thread that somebody may wait for."""
+        """The same, in a thread that a caller may wait for."""
         self._helpers.release()
         self.run()
 
@@ -223,7 +223,7 @@ class _BundledWork(_Work):
 def _blocks(spans: Iterable[CopySpan]) -> list[int]:
     """
     What the loop is given: three numbers for each block. Large spans are cut into pieces, and what does not fit lines at their ends
-    is apart; the small come last, so that nobody ends late.
+    is apart; the small come last, so that no thread ends late.
     """
     pieces: list[int] = []
     crumbs: list[int] = []
@@ -247,7 +247,7 @@ _Bundles = Sequence[Sequence[CopySpan]]
 
 
 def _bundles(spans: Iterable[CopySpan]) -> _Bundles:
-    """Work of about `PIECE_BYTES` each: huge spans cut, tiny ones together; the largest first, so that nobody ends late."""
+    """Work of about `PIECE_BYTES` each: huge spans cut, tiny ones together; the largest first, so that no thread ends late."""
     pieces: list[list[CopySpan]] = []
     crumbs: list[list[CopySpan]] = []
     room = 0

@@ -12,7 +12,7 @@ It takes its work itself: threads that share a list of blocks and a counter fetc
 otherwise need between any two tensors, and which the training thread, busy with Python, may keep for 5 ms each time.
 
 No library that Python can call offers this, so the loop is given as machine code: 64 bytes per turn, instructions that every x86-64
-processor has, in a page that nobody can write to any more once it holds them. Where it cannot run (another processor, a kernel that forbids
+processor has, in a page that is read-only once it holds them. Where it cannot run (another processor, a kernel that forbids
 executable memory), or does not copy what it should in a trial, `ctypes.memmove` takes its place: same result, slower.
 """
 
@@ -37,7 +37,7 @@ _LOOP = bytes.fromhex(
     "4531d2"  # xor r10d, r10d            how many of them by us
     # next:
     "b801000000"  # mov eax, 1
-    "f0480fc102"  # lock xadd [rdx], rax  the number of our next block; nobody else gets it
+    "f0480fc102"  # lock xadd [rdx], rax  the number of our next block; no other thread gets it
     "4c39c8"  # cmp rax, r9
     "735d"  # jae done
     "488d0440"  # lea rax, [rax+rax*2]
@@ -94,7 +94,7 @@ def load_streaming_copy() -> Stream | None:
 
 
 def _copies_right(loop: Stream) -> bool:
-    """Three lines and seven bytes, of three blocks of which somebody else has taken the first."""
+    """Three lines and seven bytes, of three blocks of which another thread has taken the first."""
     given = bytearray(bytes(range(256)))
     taken = bytearray(b"\xee" * 512)
     source = ctypes.addressof(ctypes.c_char.from_buffer(given)) + 1

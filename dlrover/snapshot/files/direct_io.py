@@ -37,11 +37,11 @@ DIRECT_FROM_BYTES = 1024 * 1024
 CACHED_UP_TO_BYTES = 128 * 1024
 """Ranges between large pieces up to this size go through the page cache."""
 _LONGEST_PAUSE = 0.5
-"""Nobody can wait for two events at once, so a pause is cut for a look whether there is hurry."""
+"""A thread cannot wait for two events at once, so a pause is cut for a look whether there is hurry."""
 
 
 class WriteStopped(DLRoverError):
-    """The write was given up: its deadline passed or somebody stopped it. The file is incomplete."""
+    """The write was given up: its deadline passed or the caller stopped it. The file is incomplete."""
 
 
 class WriteOptions(Struct, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ def best_algorithm() -> Algorithm:
 @cache
 def checksum_function(algorithm: Algorithm) -> Checksum:
     """The fastest that is installed."""
-    assert algorithm is Algorithm.CRC32, f"nobody knows how to compute {algorithm}"
+    assert algorithm is Algorithm.CRC32, f"there is no implementation of {algorithm}"
     try:
         from isal.isal_zlib import crc32
     except ImportError:

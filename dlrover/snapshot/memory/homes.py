@@ -6,7 +6,7 @@ agent lives it holds a lock on that record; the kernel drops the lock with the a
 numbers. A restarted agent takes the lock and finds everything as it was: that is all there is to adopting.
 
 Orphans are removed ten minutes after the last sign of life (a save, or `Home.touch`), because an agent between two lives looks like an
-orphan too; or at once when somebody asks for it. Segments from before the machine's last start are always garbage.
+orphan too; or at once when a person asks for it. Segments from before the machine's last start are always garbage.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Home:
                 remove_segment(path)
 
     def _take(self, deadline: float) -> ByteLocks:
-        """Lock the owner's record. Somebody may be reaping the directory just now: then it is made again."""
+        """Lock the owner's record. Another process may be reaping the directory just now: then it is made again."""
         record = self.path / OWNER_FILE
         while True:
             try:
@@ -172,7 +172,7 @@ def _reap(home: Path, now: float, grace: float) -> bool:
     The owner's lock is held until the directory is gone, so that no agent can move in meanwhile.
 
     A directory without a record may be an agent's that is about to write it. So the reaper writes one itself and competes for its lock like
-    everybody else; the age is looked at before, because a new record is young.
+    every other process; the age is looked at before, because a new record is young.
     """
     record = home / OWNER_FILE
     had_record = record.exists()

@@ -2,7 +2,7 @@
 Who may touch a slot now: byte locks that the kernel keeps and takes back when their holder dies.
 
 A trainer writes a slot while the agent may want to read it, and either of them may be killed at any instant. A counter in shared
-memory would need an owner, a barrier and somebody who repairs it; a lock of the kernel needs none of that. We use locks of an
+memory would need an owner, a barrier and a process that repairs it; a lock of the kernel needs none of that. We use locks of an
 open file description (not of a process): each pin opens its own description, so several readers in one process do not
 release each other's, and closing the file elsewhere does not drop them.
 
@@ -39,7 +39,7 @@ class ByteLocks:
         return self._set(fcntl.F_RDLCK, byte)
 
     def try_own(self, byte: int) -> bool:
-        """Hold the byte alone; False when anybody else holds it."""
+        """Hold the byte alone; False when another process holds it."""
         return self._set(fcntl.F_WRLCK, byte)
 
     def is_held_by_dead(self, byte: int) -> bool:

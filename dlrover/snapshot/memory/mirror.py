@@ -96,7 +96,7 @@ class ArrivingSlot:
     """One slot of a file, being filled from another node. Leaving the block without `complete` gives it up."""
 
     def __init__(self, path: Path, owner: Owner, sequence: int, geometry: Geometry, slot: int) -> None:
-        """Makes the file if it is not there. Raises Unavailable when somebody reads or writes the slot, ConfigError without room."""
+        """Makes the file if it is not there. Raises Unavailable when another process reads or writes the slot, ConfigError without room."""
         assert 0 <= slot < geometry.num_slots, f"slot {slot} of {geometry.num_slots}"
         self.path, self.slot = path, slot
         self._geometry = geometry
@@ -178,7 +178,7 @@ class ArrivingSlot:
 
 
 def _create(path: Path, prelude: Prelude) -> None:
-    """Nobody sees the file under its name before it has its room."""
+    """No process sees the file under its name before it has its room."""
     find_room(prelude.geometry.total_bytes, path.parent)
     unborn = path.with_name(f".{path.name}.unborn")
     unborn.unlink(missing_ok=True)

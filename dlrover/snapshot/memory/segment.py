@@ -1,7 +1,7 @@
 """
 Snapshot segments: the memory of a rank's last states, which outlives the trainer and the agent.
 
-One trainer writes, the agent and later trainers read. A save goes into a slot that nobody needs, so that at every instant
+One trainer writes, the agent and later trainers read. A save goes into a slot that is not needed, so that at every instant
 at least one earlier state is whole. The order of the stores of a save:
 
     1  lock the slot (the kernel's lock: gone with its holder)
@@ -278,7 +278,7 @@ class SegmentWriter:
         return sorted(name for file in self._files for name in file.complete_slots())
 
     def discard(self, name: SlotName) -> bool:
-        """Give up a complete slot. False: somebody reads it, or it holds another state by now."""
+        """Give up a complete slot. False: another process reads it, or it holds another state by now."""
         for file in self._files:
             if str(file.path) != name.path or not file.locks.try_own(1 + name.slot):
                 continue
@@ -557,7 +557,7 @@ def boot_id() -> bytes:
 
 
 def _create_file(path: Path, directory: Path, prelude: Prelude, after_store: Callable[[str], None]) -> _OpenFile:
-    """Nobody sees the file under its name before it has its room and its prelude."""
+    """No process sees the file under its name before it has its room and its prelude."""
     is_elsewhere = directory != path.parent
     real = directory / f"{path.parent.name}.{path.name}" if is_elsewhere else path
     unborn = real.with_name(f".{real.name}{_UNBORN}")
@@ -585,7 +585,7 @@ def _create_file(path: Path, directory: Path, prelude: Prelude, after_store: Cal
         os.rename(link, path)
     after_store("name")
     file = _OpenFile(path)
-    assert file.locks.try_own(_WRITER_BYTE), f"somebody else writes to the new file {path}"
+    assert file.locks.try_own(_WRITER_BYTE), f"another process writes to the new file {path}"
     return file
 
 

@@ -1,7 +1,7 @@
 """
 The bytes of a segment, and nothing else: no file, no lock, no clock.
 
-A segment is one file per rank. It describes itself, so that an agent or a trainer that starts later can use it without asking anybody:
+A segment is one file per rank. It describes itself, so that an agent or a trainer that starts later can use it without a question to another process:
 
     prelude      one page: magic, version, geometry, boot, owner, checksum; written once, before the file gets its name
     records      256 bytes per slot: a state word, then what the slot holds, then a checksum of that
@@ -53,7 +53,7 @@ class Owner(Struct, frozen=True, kw_only=True):
 
     job: str
     launch: str
-    """One start of the job on this node; a later start with the same name is somebody else."""
+    """One start of the job on this node; a later start with the same name is another owner."""
     node_rank: int
     global_rank: int
     local_rank: int
@@ -210,7 +210,7 @@ def make_word(state: SlotState, generation: int) -> int:
 
 
 def split_word(word: int) -> tuple[SlotState, int]:
-    """A word that nobody wrote counts as EMPTY."""
+    """A word that was never written counts as EMPTY."""
     try:
         return SlotState(word & 0xFF), word >> 8
     except ValueError:

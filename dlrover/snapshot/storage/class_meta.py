@@ -2,7 +2,7 @@
 A class of the user's, named so that another process can build it: by module, class and plain arguments.
 
 A storage or a deletion strategy is made in the trainer and used in the agent. It travels as words, never as a pickle, so the agent runs
-only code that can be imported by name. What cannot travel that way is refused in the trainer, where somebody can correct it.
+only code that can be imported by name. What cannot travel that way is refused in the trainer, where the user can correct it.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def commit(
     Make the staged files a checkpoint. Raises ManifestInvalid when anything is missing, and then nothing has changed.
 
     Committing twice is harmless, also at the same time: a committer that died half-way, or was only slow, is followed by another that does
-    the rest. `digest` is that of all manifests as their writers reported them; empty: nobody did. Without `is_newest` the trackers stay
+    the rest. `digest` is that of all manifests as their writers reported them; empty: none did. Without `is_newest` the trackers stay
     as they are; they do, too, if they name a later save of the same process.
     """
     target = attempt.target_path
@@ -296,7 +296,7 @@ def _is_newer_tracked(storage: Storage, attempt: Attempt) -> bool:
 
 
 def _refuse_another_job(storage: Storage, attempt: Attempt, staged: list[RankManifest]) -> None:
-    """Two jobs with one directory: whoever commits a step first has it, and the other one is told."""
+    """Two jobs with one directory: the job that commits a step first has it, and the other one is told."""
     there = read_global_manifest(storage, attempt.target_path)
     known = {manifest.replaces for manifest in staged}
     if there is None or None in known or there.attempt in known:
@@ -336,7 +336,7 @@ def _remove_leftovers(storage: Storage, attempt: Attempt) -> None:
 
 
 def _is_dead(storage: Storage, attempt: Attempt, name: str) -> bool:
-    """Another job may be writing to the same directory, so on a real disk others' attempts are dead when nobody touches them."""
+    """Another job may be writing to the same directory, so on a real disk others' attempts are dead when they are not touched."""
     path = join(attempt.directory, name)
     if not isinstance(storage, LocalStorage):
         return name.startswith((attempt.target + _STAGED, attempt.target + _SET_ASIDE))

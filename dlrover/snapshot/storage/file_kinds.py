@@ -2,7 +2,7 @@
 Every kind of file that a snapshot can become, in one place: from a slot to the bytes of the file.
 
 A file is an image: pieces of memory and where they go, and what can only be known after their sums are (headers of
-archives). Nothing is copied for it. Whoever adds a kind adds one function here and nothing elsewhere.
+archives). Nothing is copied for it. A new kind needs one function here and nothing elsewhere.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class GlobalManifest(Struct, frozen=True, kw_only=True):
     world_size: int
     ranks: tuple[RankSummary, ...]
     data_state: str = ""
-    """Where the reading of the data was at this step, in the words of whoever keeps it; a restore goes back to it."""
+    """Where the reading of the data was at this step, in the words of the part that keeps it; a restore goes back to it."""
     saved_at: float = 0.0
     """Wall clock of the save; 0: of a version that did not say."""
     metric: float | None = None
@@ -157,7 +157,7 @@ def join_manifests(manifests: list[RankManifest], expected_ranks: set[int], data
     """
     The global manifest of exactly the expected ranks, all of one attempt at one step.
 
-    The *set* is compared, not its size: a stale or doubled report can stand in for nobody.
+    The *set* is compared, not its size: a stale or doubled report cannot stand in for a missing one.
     """
     by_rank = {manifest.global_rank: manifest for manifest in manifests}
     if missing := sorted(expected_ranks - set(by_rank)):

@@ -1,7 +1,7 @@
 """
 From a slot in memory to a checkpoint in storage: what to write, writing it, and making it count.
 
-A trainer leaves in every slot what it would take to persist it (`SaveRequest`), so whoever holds the slot later needs nothing
+A trainer leaves in every slot what it would take to persist it (`SaveRequest`), so a later holder of the slot needs nothing
 else: not the trainer, and not a message that may have been lost with an agent. The agent persists under `dlrover-run`, a
 thread of the trainer elsewhere; both use the functions here.
 
@@ -163,7 +163,7 @@ def sum_slot(name: SlotName, segment: Segment | None = None) -> bool:
     Compute and store the checksums of a slot without holding it; False when it was overwritten meanwhile. A `segment` that the caller has open
     already is used and stays open.
 
-    Nobody may have to wait for a checksum, so it is counted without a lock. A generation never comes back: if the slot
+    No thread may have to wait for a checksum, so it is counted without a lock. A generation never comes back: if the slot
     still has it afterwards, the bytes were the right ones all the time.
     """
     if segment is None:
@@ -241,7 +241,7 @@ def persist(
 
 
 def is_complete(request: SaveRequest) -> bool:
-    """Whether every shard of the attempt has been written, or somebody has committed it already."""
+    """Whether every shard of the attempt has been written, or it is committed already."""
     storage, attempt = request.open_storage(), request.as_attempt()
     found = {manifest.global_rank for manifest in staged_manifests(storage, attempt)}
     return found >= set(range(request.num_shards)) or committed_manifest(storage, attempt) is not None
@@ -312,7 +312,7 @@ def wait_until_complete(
 
 
 def give_up(request: SaveRequest) -> None:
-    """The attempt failed: remove what was staged. Whoever cannot even do that leaves it to the next commit of the step."""
+    """The attempt failed: remove what was staged. A writer that cannot even do that leaves it to the next commit of the step."""
     try:
         storage = request.open_storage()
         abandon(storage, request.as_attempt())
@@ -354,7 +354,7 @@ def _manifest(
 
 
 def _check_paths(contents: Contents) -> None:
-    """Every file stays inside the checkpoint, whoever wrote its name."""
+    """Every file stays inside the checkpoint, no matter which program wrote its name."""
     for entry in contents.files:
         if entry.path.startswith("/") or ".." in entry.path.split("/"):
             raise SegmentInvalid(f"The snapshot has a file {entry.path!r}, which lies outside of its checkpoint.")
@@ -369,7 +369,7 @@ def _check_free(storage: Storage, attempt: Attempt) -> None:
 
 
 def _forget_shard(storage: Storage, attempt: Attempt, request: SaveRequest) -> None:
-    """A single writer cleans up behind itself; of several nobody knows what the others still do."""
+    """A single writer cleans up behind itself; one of several does not know what the others still do."""
     if request.num_shards == 1:
         try:
             abandon(storage, attempt)

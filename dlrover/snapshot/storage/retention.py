@@ -3,7 +3,7 @@ Which checkpoints may go.
 
 A strategy only chooses; what it chooses is deleted here, after a newer checkpoint was committed, and never the one that the tracker names nor the newest
 complete one. The choice is made from what lies in the storage, not from memory, so a restarted agent goes on where its predecessor stopped.
-Directories without our manifest are not ours and stay, and so does a checkpoint in which somebody has put a file `.dlrover/keep`.
+Directories without our manifest are not ours and stay, and so does a checkpoint in which a person has put a file `.dlrover/keep`.
 """
 
 from __future__ import annotations
@@ -131,5 +131,5 @@ def apply_retention(storage: Storage, directory: str, strategy: Retention | More
 
 
 def is_kept(storage: Storage, checkpoint: Committed) -> bool:
-    """Whether somebody has pinned it by a file."""
+    """Whether a person has pinned it by a file."""
     return any(entry.name == KEEP for entry in storage.list(join(checkpoint.path, DIRECTORY)))

@@ -4,7 +4,7 @@ Where checkpoints are kept: a local (or mounted) directory, or whatever fsspec r
 The interface is small on purpose. What an object store has taken is durable and named at once. On a disk everything that must survive a power cut is
 said explicitly: a file is durable when `write` returned, its *name* when the directory was synced, and a rename likewise. A sync costs the
 disk's patience and hardly more for many files than for one, so they are asked for together. Only what is `Renaming` can do all that, and
-move a directory; whoever wants to has to ask (`isinstance`).
+move a directory; a caller that wants to has to ask (`isinstance`).
 
 Paths are strings with `/`, also for URLs.
 """

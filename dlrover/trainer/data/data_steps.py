@@ -54,7 +54,7 @@ def _say_last_words() -> None:
 def confirm(patience: float = FLUSH) -> bool:
     """
     Have everything confirmed that this rank consumed; whether it is. A snapshot of a model whose reports could still be lost must say itself
-    what it contains (`unconfirmed`): else its records would be read again by the model itself. While the master is known to be away nobody
+    what it contains (`unconfirmed`): else its records would be read again by the model itself. While the master is known to be away no rank
     waits for it.
     """
     end_at = time.monotonic() + patience
@@ -113,7 +113,7 @@ def _ask_rest(step: int, timeout: float) -> str:
 
 
 def has_turns() -> bool:
-    """Whether anybody ever went on with a model and its data: else nothing can have been given up. The same on all ranks."""
+    """Whether any rank ever went on with a model and its data: else nothing can have been given up. The same on all ranks."""
     where = environment.current()
     return where is not None and bool(where.turns)
 
@@ -144,7 +144,7 @@ def tell_postponed() -> None:
 def loaded() -> None:
     """
     This rank has loaded the model that one rank tells of (`restored`), which may be slower: what this rank asks for waits until that word has come,
-    for records that the model has seen must not come to anybody.
+    for records that the model has seen must not come to any rank.
     """
     model_loaded.set()
 

@@ -64,7 +64,7 @@ class LoaderService(Generic[AskT]):
         """It is gone."""
 
     def _serve(self) -> None:
-        """Answer somebody; called while busy. Must not wait long: others are not heard meanwhile."""
+        """Answer a caller; called while busy. Must not wait long: others are not heard meanwhile."""
         raise NotImplementedError
 
     def _run(self) -> None:

@@ -108,7 +108,7 @@ class ShardFeed:
         self._is_stirred = False
         """There is more than when the master was asked last."""
         self._is_reading = False
-        """Somebody here has asked for a shard: others that only report must not hold any."""
+        """A worker here has asked for a shard: others that only report must not hold any."""
         self._num_waiting = 0
         self._trouble: DLRoverError | None = None
         self._ahead = float(self._fixed_ahead or FEWEST_AHEAD)
@@ -431,7 +431,7 @@ class ShardFeed:
             self._news.notify_all()
 
     def _hand_back(self, recalled: Iterable[int]) -> None:
-        """Somebody has nothing to do: what we have not begun is theirs."""
+        """A worker elsewhere has nothing to do: what we have not begun is theirs."""
         asked = dict.fromkeys(recalled)
         kept = [shard for shard in self._queue if shard.id not in asked]
         self._unused += [shard.id for shard in self._queue if shard.id in asked]

@@ -112,7 +112,9 @@ def spec_of(
     if shuffle not in (False, True, "records", "shards"):
         raise ConfigError(f'shuffle is False, True, "records" or "shards", not {shuffle!r}.')
     if batch_size < 1 or batches_per_shard < 0:
-        raise ConfigError(f"Batches of {batch_size} records and shards of {batches_per_shard} batches cannot be.")
+        raise ConfigError(
+            f"`batch_size` must be at least 1 (got {batch_size}), and the batches per shard at least 0 (got {batches_per_shard})."
+        )
     is_stream = isinstance(source, DirectoryTail)
     if is_stream and shuffle:
         raise ConfigError(f"{source.name!r} grows while it is read: it cannot be shuffled.")
@@ -185,7 +187,7 @@ class ShardReader:
                     del self._out[id_], self._at[id_]
 
     def give_back(self, ids: Iterable[int] | None = None) -> None:
-        """Shards that nobody here will read on; None: all."""
+        """Shards that no worker here will read on; None: all."""
         with self._lock:
             given = [self._out.pop(id_) for id_ in list(self._out if ids is None else ids) if id_ in self._out]
             for shard in given:

@@ -1,7 +1,7 @@
 """
 Where the records of a text file begin: every n-th of them, so that the index stays small however long the file is.
 
-The index is built while somebody reads or counts, block by block, never the whole file at once. When it would get too large every second entry
+The index is built while a caller reads or counts, block by block, never the whole file at once. When it would get too large every second entry
 is dropped and n doubles: a file of a billion lines costs a megabyte of memory per 130,000 entries, and a reading begins at most n records too early.
 """
 

@@ -37,7 +37,7 @@ class SourceChanged(SourceError):
 class Source(Protocol):
     @property
     def name(self) -> str:
-        """For people; the dataset is called so unless somebody says otherwise."""
+        """For people; the dataset is called so unless the script says otherwise."""
         ...
 
     @property

@@ -1,5 +1,5 @@
 """
-The last words of a process, as events: an uncaught exception or a deadly signal. Whoever was there before is called afterwards.
+The last words of a process, as events: an uncaught exception or a deadly signal. A hook that was there before is called afterwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
-Spans that also say what the worker is doing, for whoever watches it.
+Spans that also say what the worker is doing, for the agent that watches it.
 
-Under `dlrover-run` a span of evaluation, saving or restoring is a phase of the worker's progress page, and the end of a step is a report of it. So nobody has to follow
+Under `dlrover-run` a span of evaluation, saving or restoring is a phase of the worker's progress page, and the end of a step is a report of it. So no program has to follow
 the event files to know how far training is: the agent reads it where the hooks of torch write it, at the same moment. Elsewhere nothing happens.
 """
 

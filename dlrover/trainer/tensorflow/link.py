@@ -2,7 +2,7 @@
 The line of a cluster's process to its master: it reports how far it is, and hears what the cluster does.
 
 A thread asks for the view of the cluster and waits for a newer one; nothing polls. When the version of this process is over, its agent kills it:
-whoever would need a newer version just waits for that.
+code that would need a newer version just waits for that.
 """
 
 from __future__ import annotations

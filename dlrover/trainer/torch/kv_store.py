@@ -5,7 +5,7 @@ It is made for exchanging small things among the workers of a job, and outlives 
 and of the master itself. `init_process_group(store=MasterKVStore(...))` works, up to 64 ranks or so; by default torch's
 own store at the coordinator connects the ranks.
 
-Waiting happens on the master, which answers the moment the last key is there; nobody polls.
+Waiting happens on the master, which answers the moment the last key is there; no process polls.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 _SLICE = 30.0
-"""Seconds that one question waits on the master; longer waits are renewed, so nobody waits there for a dead worker."""
+"""Seconds that one question waits on the master; longer waits are renewed, so no call waits there for a dead worker."""
 _PATIENCE = 10.0
 """Least seconds for what does not wait: a timeout of milliseconds is meant for keys, not for a master that restarts."""
 _MARGIN = 2.0

@@ -416,7 +416,7 @@ def _say(error: BaseException) -> str:
 
 def hold_stderr(path: str) -> None:
     """
-    Let the agent have the rest of our stderr, to show it or not: we ended because another worker is gone, or because somebody
+    Let the agent have the rest of our stderr, to show it or not: we ended because another worker is gone, or because a person
     pressed Ctrl-C, and only the agent can know that this has been told already.
     """
     if not path:
@@ -433,7 +433,7 @@ def hold_stderr(path: str) -> None:
 
 
 def report_uncaught(error: BaseException) -> None:
-    """What the interpreter does with an exception that nobody caught, up to the point of leaving."""
+    """What the interpreter does with an exception that no code caught, up to the point of leaving."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     try:
         sys.excepthook(type(error), error, error.__traceback__)

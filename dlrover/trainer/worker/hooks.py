@@ -50,7 +50,7 @@ def _register_dump(writer: phases.PhaseWriter, path: str, number: int) -> None:
 
 
 def notice_signal(number: int) -> None:
-    """The script has its own use for a signal: if it is ours, nobody may send it any more."""
+    """The script has its own use for a signal: if it is ours, no process may send it any more."""
     writer = phases.current()
     if writer is not None and writer.words[layout.DUMP_SIGNAL] == number:
         writer.words[layout.DUMP_SIGNAL] = 0

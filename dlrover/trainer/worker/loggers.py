@@ -41,7 +41,7 @@ class _Enduring(logging.Logger):
 
     @disabled.setter
     def disabled(self, value: bool) -> None:
-        """Nobody disables us."""
+        """No code disables us."""
 
 
 def make_enduring() -> None:

@@ -64,4 +64,4 @@ def _mark(number: int, *, is_on: bool) -> None:
 
 
 def _never_called(number: int, frame: FrameType | None) -> None:
-    """Nobody sends these signals; that they are caught is all there is to them."""
+    """No process sends these signals; that they are caught is all there is to them."""

@@ -341,7 +341,7 @@ class _Zygote:
         return order
 
     def _fork_ahead(self) -> ForkWorker | None:
-        """Fork the next workers before anybody asks: then a restart need not wait for it. An order in the child."""
+        """Fork the next workers before the agent asks: then a restart need not wait for it. An order in the child."""
         self._import_flash_checkpoint()
         while len(self._spares) < self._num_spares_wanted:
             try:

@@ -1,7 +1,7 @@
 """
 Where the instances of a job are: one key for each, written by the instance when it takes calls.
 
-It is in the cluster's store, so that a caller needs nobody else: the conductor may be away. An entry that is outdated does no harm: the actor that it
+It is in the cluster's store, so that a caller needs no other process: the conductor may be away. An entry that is outdated does no harm: the actor that it
 names is gone, and the caller waits for a newer one.
 """
 
@@ -17,7 +17,7 @@ from dlrover.unified.runtime.wire import CallTimeout, RoleGone
 from dlrover.unified.store import KeyValues
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.2
-"""Seconds between two looks. A poll: the store tells nobody of a change."""
+"""Seconds between two looks. A poll: the store announces no change."""
 _ALL = "all"
 
 

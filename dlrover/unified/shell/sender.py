@@ -1,5 +1,5 @@
 """
-What becomes of a call when its callee dies: nothing is sent twice unless the method allows it, and nobody waits for a role that is gone.
+What becomes of a call when its callee dies: nothing is sent twice unless the method allows it, and no call waits for a role that is gone.
 """
 
 from __future__ import annotations

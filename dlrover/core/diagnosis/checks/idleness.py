@@ -1,5 +1,5 @@
 """
-Diagnosticians of jobs that rest, for those that the watch cannot look into: by what a profiler of kernels says, and by processors that nobody uses.
+Diagnosticians of jobs that rest, for those that the watch cannot look into: by what a profiler of kernels says, and by processors that are not used.
 
 Both need long, because what they see has many innocent reasons. Where workers tell of their progress the watch is quicker.
 """
@@ -188,7 +188,7 @@ class IdleDevices:
 
 
 class IdleJob:
-    """Workers that use no processor for hours, of whom nobody knows what progress is. Where steps are told the watch decides."""
+    """Workers that use no processor for hours, whose progress is not known. Where steps are told the watch decides."""
 
     name = HANG
     lasting = 7200.0
@@ -227,6 +227,6 @@ class IdleJob:
             )
 
     def _is_idle(self, report: ResourceReport) -> bool:
-        """Not where there are devices: they may be at work, whether or not anybody can read them."""
+        """Not where there are devices: they may be at work, whether or not they can be read."""
         used = [sample.cpu for sample in report.workers if sample.global_rank >= 0]
         return bool(used) and max(used) < self.cores and not report.has_devices and not report.devices

@@ -19,7 +19,7 @@ GPU_LOST = "GPU is lost"
 
 
 class OutOfMemory:
-    """Before the kernel kills somebody."""
+    """Before the kernel kills a process."""
 
     name = "out_of_memory"
 
@@ -45,7 +45,7 @@ class OutOfMemory:
 
 
 class MemoryLeak:
-    """A worker that grows and grows: not at once, as for a larger batch, but each time that somebody looks."""
+    """A worker that grows and grows: not at once, as for a larger batch, but with each look."""
 
     name = "memory_leak"
     _samples = 8
@@ -168,7 +168,7 @@ class Devices:
 
 
 class NodeFailure:
-    """Lines in a node's log that people said to look for, or that everybody knows."""
+    """Lines in a node's log that people said to look for, or that are well known."""
 
     name = "node_failure"
 

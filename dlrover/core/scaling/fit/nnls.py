@@ -57,7 +57,7 @@ def _solve(columns: list[Vector], gram: list[Vector], target: Vector, values: Se
 
 
 def _step_to(gram: list[Vector], target: Vector, x: Vector, passive: list[int], trial: Vector) -> Vector:
-    """Move towards the unconstrained solution; whoever would become negative on the way stays at 0."""
+    """Move towards the unconstrained solution; a value that would become negative on the way stays at 0."""
     while True:
         negative = [i for i, value in enumerate(trial) if value <= 0]
         if not negative:

@@ -1,5 +1,5 @@
 """
-What is known of jobs: those that ended, and the one that asks. Plain values, whoever stored them.
+What is known of jobs: those that ended, and the one that asks. Plain values, no matter what stored them.
 
 Memory is in MiB throughout, speed in batches per second of all workers together. In a plan None means "keep".
 """

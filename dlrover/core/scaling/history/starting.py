@@ -1,5 +1,5 @@
 """
-Where a job starts: where the last ones of its kind ended (`start_like`), or by the percentile of use that everybody knows.
+Where a job starts: where the last ones of its kind ended (`start_like`), or by the usual percentile of use.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def entered(state: LedgerState, intent: Intent) -> tuple[LedgerState, LedgerEntr
 
 
 def recovered(state: LedgerState, known: LedgerState) -> LedgerState:
-    """A ledger that somebody deleted and the operator made anew, with what its master still knows of the former one."""
+    """A ledger that was deleted and the operator made anew, with what its master still knows of the former one."""
     for span in known.used:
         state = state.marked(range(span.first, span.last + 1), is_open=span.is_open)
     for uid in known.plans:

@@ -55,7 +55,7 @@ def suspension_of(job: ElasticJob) -> SuspendJob | ResumeJob:
 
 
 def stop_of(job: ElasticJob) -> StopJob | None:
-    """None: nobody wants the job to end."""
+    """None: the job is not to end."""
     reason = job.metadata.annotations.get(names.STOP)
     return None if reason is None else StopJob(message=reason)
 

@@ -165,7 +165,7 @@ class Coordination:
         return self._result
 
     def _batches(self) -> Iterator[list[Any]]:
-        """Whoever waits for a shard settles meanwhile what is under way, and parks."""
+        """A worker that waits for a shard settles meanwhile what is under way, and parks."""
         settings = self._conf.train_set
         if self._client is None:
             is_ours = isinstance(self._reader, ElasticReader)

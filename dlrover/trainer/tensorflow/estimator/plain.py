@@ -32,7 +32,7 @@ _NAME = "train_and_evaluate"
 _PACKAGE = "tensorflow_estimator"
 _API = "tensorflow_estimator.python.estimator.api._v{}.estimator"
 _NOWHERE = "localhost:1"
-"""Stands in lists of TensorFlow that nobody connects to."""
+"""Stands in lists of TensorFlow that no process connects to."""
 
 
 def prepare(link: ClusterLink) -> None:

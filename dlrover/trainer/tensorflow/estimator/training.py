@@ -77,7 +77,7 @@ def run_config(conf: Conf, session: Any) -> Any:
 
 
 class TrainingTerms(Struct, frozen=True, kw_only=True):
-    """How a model is trained and saved, whoever says so: a conf class, or a script with a `RunConfig` of its own."""
+    """How a model is trained and saved, as told by a conf class, or by a script with a `RunConfig` of its own."""
 
     model_dir: str
     save_steps: int | None = None

@@ -30,7 +30,7 @@ _PARKED = (ClusterPhase.PARKING, ClusterPhase.SAVING)
 
 
 class Parking:
-    """One per process. Whoever is about to go on asks `pass_gate`."""
+    """One per process. Code that is about to go on asks `pass_gate`."""
 
     def __init__(self, link: ClusterLink, *, flush: Callable[[], None], save: Callable[[], None] | None = None) -> None:
         """`flush` reports all that was read; `save` writes a checkpoint, and only a chief has it."""

@@ -1,4 +1,4 @@
-"""`ReportModelInfoHook`: how large the model is, told once by the chief to whoever decides about the size of the job."""
+"""`ReportModelInfoHook`: how large the model is, told once by the chief to the master, which decides about the size of the job."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from dlrover.trainer.sharding_client import ShardingClient
 _LOOK = 1.0
 """Seconds that a part of a batch waits for the rest. Others may hold that, and wait for what is here."""
 _ADVICE = (
-    "ElasticDataset deals out its records itself, in the order of the positions 0, 1, 2...: give the DataLoader no sampler, no shuffle=True and no "
+    "ElasticDataset deals out its records itself, in the order of the positions 0, 1, 2... Give the DataLoader no sampler, no shuffle=True and no "
     "position to start from (the dataset has shuffle=True, and goes on by itself)."
 )
 
@@ -73,7 +73,7 @@ class OrderedRecords:
                 return self._hand_out(count, is_batch)
 
     def offer_again(self) -> None:
-        """A new pass begins: what an earlier one read ahead and nobody reported comes first."""
+        """A new pass begins: what an earlier one read ahead and did not report comes first."""
         with self._lock:
             self._ready.extendleft(reversed(self._out))
             self._out.clear()
@@ -153,7 +153,7 @@ class RecordService(LoaderService[RecordsAsked]):
     def end_pass(self) -> None:
         """
         The data went back: what the processes have read ahead is of the past, and the next batches come by a new pass. Called by the
-        training thread, while nobody takes.
+        training thread, while no consumer takes.
         """
         self._is_over = self._next > 0
 
@@ -202,7 +202,7 @@ class RecordService(LoaderService[RecordsAsked]):
 
     def _serve(self) -> None:
         turn = self._turn()
-        assert turn is not None, "somebody was to be served"
+        assert turn is not None, "no caller was to be served"
         connection, trouble = turn
         ask = self._waiting[connection]
         answer = RecordsAnswer(trouble=trouble)

@@ -40,7 +40,7 @@ class ShardService(LoaderService[ShardAsked]):
     def __init__(self, reader: ShardReader) -> None:
         self._reader = reader
         self.is_restored = False
-        """Somebody has said where the data stand."""
+        """A rank has said where the data stand."""
         self._ids: dict[socket.socket, list[int]] = {}
         """Shards that each connection got in its pass."""
         self._orphans: list[int] = []

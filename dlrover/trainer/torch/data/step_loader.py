@@ -10,7 +10,7 @@
         checkpointer.save_checkpoint(step, state)
 
 `batch_size` is that of the step, on all ranks together. Rank 0 takes shards of the job and tells the others, in one small broadcast per shard; all cut the
-same batches and each reads its part. So every rank takes equally many steps, nobody waits for records that another holds, and the
+same batches and each reads its part. So every rank takes equally many steps, no rank waits for records that another holds, and the
 records of step 1000 are those of an undisturbed run, also after crashes and with more or fewer ranks. Rank 0 alone reports what was used.
 
 A batch with fewer records than ranks gives some ranks none: they get one that does not count, with weight 0, so that their collectives

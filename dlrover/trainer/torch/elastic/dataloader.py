@@ -34,7 +34,7 @@ log = logging.getLogger("dlrover.trainer.data")
 CONFIG_FILE = "/tmp/dlrover/auto_paral_config.json"
 """Where the agent's tuner writes, unless DLROVER_PARAL_CONFIG_PATH says otherwise."""
 _PREFETCH = 2
-"""torch's own number of batches ahead, where none was given because nobody read ahead."""
+"""torch's own number of batches ahead, where none was given because there was no reading ahead."""
 
 
 class _Wish(Struct, frozen=True):

@@ -65,7 +65,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         self._countings: tuple[_Counting, ...] = _COUNTINGS
         """Those that what the caller has told so far leaves possible."""
         self._newest: Iterator[int] | None = None
-        """The newest iteration over this sampler; None: nobody has read since the restored state."""
+        """The newest iteration over this sampler; None: no rank has read since the restored state."""
         self._num_batches = self._num_used = 0
         self.is_counted = False
         """Whether a loader counts the batches."""
@@ -80,7 +80,9 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
         with `drop_last` cut, to whole steps.
         """
         if num_replicas < 1 or batch_size < 1:
-            raise ValueError(f"{num_replicas} replicas with batches of {batch_size} records cannot be.")
+            raise ValueError(
+                f"`num_replicas` and `batch_size` must be at least 1 (got {num_replicas} and {batch_size})."
+            )
         self.num_replicas, self._batch_size = num_replicas, batch_size
         self._recount()
 

@@ -13,7 +13,7 @@
 
 The job is meant for a number of workers. When it has fewer, each of them does the work of several: so many micro-batches that together they are the batch of the
 full world, gradients averaged as there, and the optimizer and the scheduler step once for all of them. With a sampler that is dealt (`deal`)
-some ranks do one micro-batch more than others where the numbers do not divide; all synchronise once per step, so nobody waits in vain.
+some ranks do one micro-batch more than others where the numbers do not divide; all synchronise once per step, so no rank waits in vain.
 
 A GradScaler is given to `prepare`, too: gradients are unscaled once, when all micro-batches of the step are in. Who clips gradients does so only
 where `trainer.is_last_micro_batch`: before, they are those of a part.
@@ -202,7 +202,7 @@ class ElasticTrainer:
             self._tell_shape()
 
     def _tell_shape(self) -> None:
-        """What a step consists of, for whoever decides how large the job is to be."""
+        """What a step consists of, for the part that decides how large the job is to be."""
         tell_facts(self._facts())
         if not self._is_total_fixed:
             phases.tell_shape(accumulation=1, total_batch=0)
@@ -236,7 +236,7 @@ class ElasticTrainer:
         )
 
     def _count_in_epoch(self) -> int:
-        """Micro-batches that the loader has left, with the one that begins: a step at the end is taken with what there is. 0: nobody knows."""
+        """Micro-batches that the loader has left, with the one that begins: a step at the end is taken with what there is. 0: not known."""
         if self._sampler is not None or not isinstance(self.dataloader, Sized):
             return 0
         try:
@@ -287,7 +287,7 @@ class ElasticTrainer:
 
     def _check_scaler(self) -> None:
         """
-        A scaler that nobody told us of unscales what is accumulated at every micro-batch, and all but the last one are lost. That shows in no
+        A scaler that we were not told of unscales what is accumulated at every micro-batch, and all but the last one are lost. That shows in no
         error, and not before there are fewer workers: so it is refused from the first step on.
         """
         if self._is_total_fixed and self.max_workers > 1 and not self._has_scaler:
@@ -334,7 +334,7 @@ class _WholeState:
 
 
 def _configured_workers() -> int:
-    """Nodes of the full world times workers of a node; 0: nobody says."""
+    """Nodes of the full world times workers of a node; 0: not told."""
     where = environment.current()
     num_nodes = int(os.environ.get("WORKER_NUM") or 0) or (0 if where is None else where.max_nodes)
     return num_nodes * int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
@@ -371,7 +371,7 @@ def _gate_class(owner: Any, names: tuple[str, ...], is_open: Any) -> None:
 
 
 def _watch_epochs(loader: Any, note: Callable[[], None]) -> None:
-    """Hear when somebody iterates the loader: `break` ends an epoch where no count shows it. Python looks for `__iter__` at the class only."""
+    """Hear when the script iterates the loader: `break` ends an epoch where no count shows it. Python looks for `__iter__` at the class only."""
     base = type(loader)
 
     def watched(self: Any) -> Any:

@@ -149,7 +149,7 @@ class DdpCheckpointer(Checkpointer):
 
     def is_save_requested(self) -> bool:
         """
-        Whether somebody wants a checkpoint soon (`dlrover save`, a node that is to go). The next `save_checkpoint` will be one to storage
+        Whether a checkpoint is wanted soon (`dlrover save`, a node that is to go). The next `save_checkpoint` will be one to storage
         by itself; a script that saves rarely may ask here and save now. The same on all saving ranks.
         """
         return self._engine.is_save_requested

@@ -246,7 +246,7 @@ class DeepSpeedCheckpointer:
         )
 
     def is_save_requested(self) -> bool:
-        """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+        """Whether a checkpoint is wanted soon; the next save will be one to storage by itself. The same on all ranks."""
         return self._engine.is_save_requested
 
     def load_checkpoint(

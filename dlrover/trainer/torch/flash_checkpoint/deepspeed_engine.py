@@ -127,7 +127,7 @@ class FileCheckpointEngine(CheckpointEngine):
         return newest_whole(self._agreement, self.open_storage(), self.checkpoint_dir, at_most)
 
     def refuse_damaged(self, path: str) -> None:
-        """A checkpoint that somebody named; see there. All ranks call this."""
+        """A checkpoint that the user named; see there. All ranks call this."""
         self._agree_late()
         refuse_damaged(self._agreement, storage_of(path, self._storage), path)
 
@@ -137,7 +137,7 @@ class FileCheckpointEngine(CheckpointEngine):
         return self._agreement.tell_all([int(is_so)]) == [1]
 
     def have_all(self, is_fine: bool) -> bool:
-        """Whether it is fine on every rank; until all have said so nobody goes on."""
+        """Whether it is fine on every rank; until all have said so no rank goes on."""
         return self._agreement.have_all(is_fine)
 
     def read(self, snapshots: NodeSnapshots, own: Snapshot, files: Iterable[str]) -> dict[str, Any] | None:

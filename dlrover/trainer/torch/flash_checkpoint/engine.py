@@ -74,7 +74,7 @@ class CheckpointEngine:
     """Whether a snapshot may hold records whose reading the master has not confirmed: who restores it tells of them."""
 
     notes_saves = True
-    """Whether a guard learns from each save how the state is built. Else whoever builds it says so."""
+    """Whether a guard learns from each save how the state is built. Else the code that builds it says so."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class CheckpointEngine:
     @property
     def is_save_requested(self) -> bool:
         """
-        Whether somebody wants a storage save that was not made yet. As the saving ranks knew at their newest save, and the same on all of
+        Whether a storage save is wanted that was not made yet. As the saving ranks knew at their newest save, and the same on all of
         them: one that comes later is known from the next save on.
         """
         request = getattr(self.outlet, "save_request", None)
@@ -357,14 +357,14 @@ class CheckpointEngine:
         data_return.tell_restored(self._agreement, restored, self.checkpoint_dir, self._storage)
 
     def tell_data_of(self, resume_path: str) -> None:
-        """The same for a checkpoint that somebody named."""
+        """The same for a checkpoint that the user named."""
         data_return.tell_resumed(self._agreement, resume_path, self._storage)
 
     def wait_for_storage(self, timeout: float) -> bool:
         """
         Whether the newest checkpoint that this rank asked for is committed; False as soon as it is known to have failed.
 
-        The agent tells. Where nobody does (a shard of another process without an agent), the tracker can only be looked at.
+        The agent tells. Where none does (a shard of another process without an agent), the tracker can only be looked at.
         """
         self.wait_for_staging()
         if self._waiting is not None and self._waiting.request.is_storage:
@@ -674,7 +674,7 @@ class CheckpointEngine:
             self._preparation.after_save(name)
 
     def _publish(self, pending: PendingSave, request: SaveRequest) -> None:
-        """The end of a lazy save, in the thread of whoever brought it there."""
+        """The end of a lazy save, in the thread that brought it there."""
         with self._writing:
             self._saved(pending.finish(), request)
 

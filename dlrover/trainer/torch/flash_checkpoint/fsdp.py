@@ -142,7 +142,7 @@ class FsdpShardCheckpointer:
         Load the newest state that all ranks can have into the model and the optimizer, from memory or storage. Returns what was saved
         as `extra_sd`, all of it; {} when there is no state.
 
-        A `resume_path` (the directory of a DCP checkpoint, whoever wrote it) wins over everything, and has to exist. All ranks call this.
+        A `resume_path` (the directory of a DCP checkpoint, no matter which program wrote it) wins over everything, and has to exist. All ranks call this.
         """
         is_new = _is_new(optimizer)
         wanted = self._state_of(model, optimizer)
@@ -174,7 +174,7 @@ class FsdpShardCheckpointer:
 
     @property
     def restored_step(self) -> int | None:
-        """The step of the last load; None: nothing was loaded, or a path that somebody named."""
+        """The step of the last load; None: nothing was loaded, or a path that the user named."""
         return self.engine.restored_step
 
     def wait_for_staging(self) -> bool:
@@ -190,7 +190,7 @@ class FsdpShardCheckpointer:
         return self.engine.wait_for_storage(timeout)
 
     def is_save_requested(self) -> bool:
-        """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+        """Whether a checkpoint is wanted soon; the next save will be one to storage by itself. The same on all ranks."""
         return self.engine.is_save_requested
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 The engine for states that are cut over the ranks: saved as pieces of whole tensors, restored by any number of ranks.
 
 What is saved, and which rank holds which part of it, torch's distributed checkpoint (DCP) says. A snapshot in memory holds a table of its pieces,
-and the files are DCP's own, so whoever needs a piece finds it by name and place: from the memory of the ranks on this node or from
+and the files are DCP's own, so a rank that needs a piece finds it by name and place: from the memory of the ranks on this node or from
 storage, by the same code.
 """
 
@@ -78,7 +78,7 @@ METADATA = "metadata"
 """Names of the two parts of a snapshot; only rank 0 has the second."""
 _READER = "reader"
 _SAVES_UNTIL_SETTLED = 2
-"""When a second save begins, every rank has completed the first: nobody needs the pieces of an earlier world any more."""
+"""When a second save begins, every rank has completed the first: no rank needs the pieces of an earlier world any more."""
 
 
 @dataclass

@@ -64,7 +64,7 @@ class HfFlashCheckpointer:
     """
     Saves what `ckpt_agent` has collected below `checkpoint_dir`, as one checkpoint. All ranks make it, and save, together.
 
-    Whoever writes a training loop of their own gives `ckpt_agent.save` to their libraries in the place of `torch.save`.
+    A script with a training loop of its own gives `ckpt_agent.save` to its libraries in the place of `torch.save`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class HfFlashCheckpointer:
         return self.cadence.save_if_due(step, save)
 
     def is_save_requested(self) -> bool:
-        """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+        """Whether a checkpoint is wanted soon; the next save will be one to storage by itself. The same on all ranks."""
         return self.async_save_engine.is_save_requested
 
     def wait_latest_checkpoint(self, timeout: float = 1800) -> bool:
@@ -161,7 +161,7 @@ class HfFlashCheckpointer:
         return None if found is None else found.path
 
     def remove_layouts(self) -> None:
-        """Everybody on this node has read what it wanted."""
+        """All ranks of this node have read what they wanted."""
         for path in self.async_save_engine.outlet.home.glob("layout-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -236,7 +236,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
     """
     As `transformers.Trainer`. With `memory_steps=N` every N-th step is kept in memory, whatever `save_steps` says: after a crash the training goes
     on from there. `checkpoint_interval="auto"` (or steps between storage saves, or two numbers, for memory and for storage) saves besides
-    `save_steps` when it is time. A checkpoint that somebody asks for (`dlrover save`) is made at the end of the step.
+    `save_steps` when it is time. A checkpoint that a person asks for (`dlrover save`) is made at the end of the step.
     """
 
     def __init__(
@@ -428,7 +428,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
     def _whole(self, path: str) -> str:
         """
         What was named, compared with its manifest. If it is only what we called the newest ourselves, a damaged one gives way to the next older
-        one; one that somebody has chosen is refused.
+        one; one that the user has chosen is refused.
         """
         engine = self.flash_checkpointer.async_save_engine
         if engine.is_so_for_all(path == self._found):

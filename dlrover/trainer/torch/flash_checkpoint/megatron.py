@@ -169,7 +169,7 @@ def save_checkpoint_if_due(
 
 
 def is_save_requested() -> bool:
-    """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+    """Whether a checkpoint is wanted soon; the next save will be one to storage by itself. The same on all ranks."""
     found = MegatronCheckpointer._instance
     return found is not None and found.engine.engine.is_save_requested
 
@@ -254,7 +254,7 @@ def check_format(args: Any) -> None:
 
 
 def is_resuming(args: Any, load_arg: str) -> bool:
-    """Whether this load continues the training of `args.save`, rather than starting from what somebody else has left."""
+    """Whether this load continues the training of `args.save`, rather than starting from what another job has left."""
     load = getattr(args, load_arg, None)
     is_own = load is None or os.path.abspath(load) == os.path.abspath(args.save)
     return load_arg == "load" and is_own and not getattr(args, "ckpt_step", None)

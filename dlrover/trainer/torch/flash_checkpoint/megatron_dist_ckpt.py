@@ -170,7 +170,7 @@ def save_checkpoint_if_due(
 
 
 def is_save_requested() -> bool:
-    """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+    """Whether a checkpoint is wanted soon; the next save will be one to storage by itself. The same on all ranks."""
     found = MegatronDistCheckpointer._instance
     return found is not None and found.engine.engine.is_save_requested
 

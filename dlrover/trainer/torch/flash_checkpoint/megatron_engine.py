@@ -70,7 +70,7 @@ class Memory:
         """
         Have a file at hand, also if it is on another node. All ranks call this together, each with the file that it needs.
 
-        Raises ManifestInvalid, on all ranks, when nobody has a file that somebody needs.
+        Raises ManifestInvalid, on all ranks, when no rank has a file that another needs.
         """
         if name not in self._files and (found := self._engine.read_beside(self.step, name)) is not None:
             self._files[name] = found
@@ -113,7 +113,7 @@ class MegatronCheckpointEngine:
         self.storage = self.engine.storage
         self._rank = ranks.global_rank
         self._group: Any = None
-        """For what is more than a few numbers; None: nobody to talk to."""
+        """For what is more than a few numbers; None: no other rank."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 

@@ -108,7 +108,7 @@ class MegatronShardedCheckpointer:
         )
 
     def is_save_requested(self) -> bool:
-        """Whether somebody wants a checkpoint soon; the next save will be one to storage by itself. The same on all ranks."""
+        """Whether a checkpoint is wanted soon; the next save will be one to storage by itself. The same on all ranks."""
         return self.engine.is_save_requested
 
     def load_checkpoint(self, sharded_state_dict: dict[str, Any], **options: Any) -> Any:

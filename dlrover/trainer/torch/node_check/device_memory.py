@@ -1,7 +1,7 @@
 """
 Is the memory of this node's devices free? Asked once per agent, before its first node check.
 
-A device that is a third full before anything of the job runs is in somebody else's hands, or held by a process that
+A device that is a third full before anything of the job runs is in another job's hands, or held by a process that
 cannot die; training there would fail later and less clearly. Runs as a program of its own (`python -m
 dlrover.trainer.torch.node_check.device_memory`), because the vendors' libraries have no place in an agent: a JSON line
 on stdout, exit code 0 for free or nothing to check, 13 for busy.

@@ -24,7 +24,7 @@ BUILT_IN = {
 
 
 def module_of(accelerator: str, plugins: Iterable[EntryPoint] | None = None) -> str | None:
-    """None: nobody knows how to check such a device, and the check counts as passed, with a warning."""
+    """None: there is no check for such a device, and the check counts as passed, with a warning."""
     found = entry_points(group=ENTRY_POINTS) if plugins is None else plugins
     modules = list(dict.fromkeys(plugin.module for plugin in found if plugin.name == accelerator))
     if accelerator in BUILT_IN:

@@ -245,7 +245,7 @@ def _in_words(
     work = accelerator.workload
     return (
         f"Node check: elapsed {compute_ms + communication_ms:.1f} ms; {work.num_matmuls} matmuls of size "
-        f"{work.matrix_size} in {compute_ms:.1f} ms; {work.num_collectives} x {work.collective} of {work.num_floats} "
+        f"{work.matrix_size} in {compute_ms:.1f} ms. {work.num_collectives} x {work.collective} of {work.num_floats} "
         f"floats over {settings.world_size} ranks in {communication_ms:.1f} ms, algorithm bandwidth "
         f"{bandwidth.algorithm:.2f} GB/s, bus bandwidth {bandwidth.bus:.2f} GB/s"
     )

@@ -1,7 +1,7 @@
 """
 Workers of a state that is cut into pieces meet before they change it: no worker steps its optimizer before all have their gradients.
 
-Otherwise a loss can leave all workers with one piece a step ahead of all workers with another, and no step is whole any more. Whoever waits here when a
+Otherwise a loss can leave all workers with one piece a step ahead of all workers with another, and no step is whole any more. A worker that waits here when a
 worker is lost can still finish the step, if another worker has passed.
 
 The workers of one node wait for words in the pages that they share with their agent. The wait is bounded: a worker that does not come is not waited for
@@ -62,7 +62,7 @@ class Meeting:
         return True
 
     def interrupt(self) -> None:
-        """From another thread: whoever waits looks again whether a worker is lost."""
+        """From another thread: a worker that waits looks again whether a worker is lost."""
         for peer in self._peers:
             peer.wake_peers()
 

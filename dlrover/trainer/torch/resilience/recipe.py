@@ -1,7 +1,7 @@
 """
 How a script builds the state that it saves, found out from a state that it saved or restored.
 
-A last step has to be saved in the shape in which the script restores it, and nobody asks the script for it at that moment: its variables may be those
+A last step has to be saved in the shape in which the script restores it, and the script cannot be asked for it at that moment: its variables may be those
 of the broken step already. So the shape is remembered: which piece was the state of which named object, and which number was the step. The pieces
 are then taken from the objects anew. A piece that belongs to no named object is a doubt, unless it is a text, and then nothing is saved.
 """

@@ -56,7 +56,7 @@ class SaveLog:
         self.num_notes = 0
         """Grows with each save and restore, and when there is a guard."""
         self.doubt = ""
-        """Why steps cannot be counted; empty: they can, or nobody knows yet."""
+        """Why steps cannot be counted; empty: they can, or it is not known yet."""
         where = environment.current()
         self.is_counted = where is not None and where.is_step_counted
         """The script's numbers grow by one with each guarded step."""

@@ -5,7 +5,7 @@ On CUDA the segment is registered once with the driver, which then reads and wri
 stream of their own, which first waits for the work that makes the tensors, and one event says when all have ended. Other work of
 the device goes on meanwhile. On any other accelerator torch copies, and the whole device is waited for.
 
-Nobody here has a GPU to try it on: the order of the calls is tested with a stand-in for `torch.cuda`.
+It was not tried on a GPU: the order of the calls is tested with a stand-in for `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -122,5 +122,5 @@ class Pinning:
 
 
 def _cuda_in_use() -> Any:
-    """None where nobody has used it: to start it here would take the device's memory."""
+    """None where it is not used yet: to start it here would take the device's memory."""
     return torch.cuda if torch.cuda.is_available() and torch.cuda.is_initialized() else None

@@ -2,7 +2,7 @@
 A state held still: its containers copied, its tensors only referred to.
 
 A lazy save must not spend its call on what can be done later. Pickling a state takes longer than everything else together, and only needs
-numbers and names that nobody changes: so the containers are copied in a fraction of the time, and pickled by a thread. On the way
+numbers and names that do not change: so the containers are copied in a fraction of the time, and pickled by a thread. On the way
 the shape of the state is noted: one that looks exactly like the last one is not laid out anew.
 
 Even to ask torch about a tensor takes its time, and a state has hundreds. The tensors of an optimizer's state are the same objects from save to save: of

@@ -1,5 +1,5 @@
 """
-Copying while training goes on: what may wait, until when, and how we notice that somebody did not keep to it.
+Copying while training goes on: what may wait, until when, and how we notice that the script did not keep to it.
 
 Between a save and the next step of an optimizer nothing changes the parameters and the optimizer's state: forward and backward only read them. So
 their copy may run meanwhile, and a hook that torch calls before each step of any optimizer waits for what is not copied yet.
@@ -207,7 +207,7 @@ class Staging:
     """
     A lazy save between its call and the moment when it counts.
 
-    A thread brings it to its end, and so does whoever needs it to be at its end: the training thread before a step. `settle` runs once,
+    A thread brings it to its end, and so does the thread that needs it to be at its end: the training thread before a step. `settle` runs once,
     when everything is copied.
     """
 

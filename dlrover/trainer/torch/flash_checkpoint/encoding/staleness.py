@@ -1,7 +1,7 @@
 """
 Noticing that the same bytes are saved again and again.
 
-Whoever builds the state once (`state = copy.deepcopy(...)` before the loop) saves step after step what was true at the first. Every
+A script that builds the state once (`state = copy.deepcopy(...)` before the loop) saves step after step what was true at the first. Every
 checkpoint is then complete, verified and worthless. So some bytes of each snapshot are compared with the one before. Equal bytes alone mean nothing: a
 training without a step in between, or of which only frozen parts are saved, looks the same.
 """

@@ -36,7 +36,7 @@ _MAX_ROUTES = 8
 
 
 def room_for_names(num_tensors: int) -> int:
-    """Bytes of metadata for a state of so many tensors, at a guess; whoever prepares room and whoever saves must guess the same."""
+    """Bytes of metadata for a state of so many tensors, at a guess; the code that prepares room and the code that saves must guess the same."""
     return META_GUESS_BASE + META_GUESS_PER_TENSOR * num_tensors
 
 
@@ -221,7 +221,7 @@ class _State(NamedTuple):
     """By identity; alive until everything is copied."""
     sources: list[_LayoutSource]
     frozen: Frozen | None = None
-    """Nobody else can change its containers, if it is."""
+    """No other code can change its containers, if it is."""
     known: _Known | None = None
     """What the next save of it may use again, or this one does."""
 
@@ -252,11 +252,11 @@ class PendingSave:
         self.storages: Collection[int] = state.plan.numbers.keys()  # type: ignore[assignment]
         """Of the state, by identity."""
         self.digest = b""
-        """Of some of its bytes; known when it is finished, unless it is lazy: nobody asks then."""
+        """Of some of its bytes; known when it is finished, unless it is lazy: it is not asked for then."""
         self._describe = describe
         self._description: Description | None = None
         self._describing = threading.Lock()
-        """One thread pickles, whoever comes second waits for it instead of doing the same."""
+        """One thread pickles, a second one waits for it instead of doing the same."""
         self.is_lazy = transfer.num_bytes > 0
 
     def prepare(self) -> Description:
@@ -276,7 +276,7 @@ class PendingSave:
         self._transfer.finish()
 
     def finish(self) -> SlotName:
-        """Publish the slot. Raises Changed, and gives the slot up, if somebody wrote to a block meanwhile."""
+        """Publish the slot. Raises Changed, and gives the slot up, if another process wrote to a block meanwhile."""
         try:
             self._transfer.finish()
             number = self._guard.check()

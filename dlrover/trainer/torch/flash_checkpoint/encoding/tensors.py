@@ -82,6 +82,6 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def is_dtensor(value: torch.Tensor) -> bool:
-    """Without importing the module: where nobody did, there are none."""
+    """Without importing the module: where it was not imported, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)

@@ -2,7 +2,7 @@
 This rank's share of Megatron's distributed optimizer, without gathering it anywhere.
 
 The state is told as buffer → parameter group → place in the group → tensors, which is how the original DLRover wrote it. It fits only the same
-world size and order of parameters: whoever wants to change these saves a distributed checkpoint of Megatron-Core instead.
+world size and order of parameters: a script that changes these saves a distributed checkpoint of Megatron-Core instead.
 """
 
 from __future__ import annotations

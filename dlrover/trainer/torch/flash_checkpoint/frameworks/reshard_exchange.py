@@ -2,8 +2,8 @@
 Pieces that lie in the memory of other nodes, brought by the ranks that run there now.
 
 After a restart every node has ranks again, and they have a process group. So a rank that misses a piece asks the others: one of each node
-says what lies there, everybody says what it misses, and whoever has it sends it. Everything is a collective: all ranks call it for the same save,
-and either all of them get what they need or all of them hear that somebody does not.
+says what lies there, every rank says what it misses, and a rank that has it sends it. Everything is a collective: all ranks call it for the same save,
+and either all of them get what they need or all of them hear that one of them does not.
 
 The bytes are checked where they are read; gloo carries them over TCP.
 """
@@ -76,7 +76,7 @@ def tell_saves(saves: dict[str, SavedState], home: str, agreement: Agreement) ->
 
 def newest_attempts(saves: Sequence[Summary]) -> dict[int, Summary]:
     """
-    By step; of a step that was saved twice one that nobody has given up, of such the one that is whole, and of these the later one. The same on
+    By step; of a step that was saved twice one that no rank has given up, of such the one that is whole, and of these the later one. The same on
     all ranks.
     """
 

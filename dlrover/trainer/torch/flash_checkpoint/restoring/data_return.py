@@ -3,7 +3,7 @@ A restored model and its data: one rank tells the master which step all go on wi
 The others go on at once; shards come to them when the master has heard that word.
 
 The master's books know by themselves what a model of the running job had read. The manifest counts where they do not: for a checkpoint that is
-older than what is final in the books, for a job that begins with another's checkpoint, and for a path that somebody named.
+older than what is final in the books, for a job that begins with another's checkpoint, and for a path that the user named.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def unconfirmed(agreement: Agreement, step: int, *, is_storage: bool) -> dict[st
 
 
 def rest_of_data(agreement: Agreement, step: int) -> str:
-    """What a model of this step has still to read, for a checkpoint that may have to be committed without the master; empty: nobody can say."""
+    """What a model of this step has still to read, for a checkpoint that may have to be committed without the master; empty: unknown."""
     is_shared = (
         environment.current() is not None or agreement.ranks.world_size == 1
     )  # else each rank reads all by itself
@@ -96,7 +96,7 @@ def tell_restored(
 
 
 def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None) -> None:
-    """Of a file or a directory that somebody named. Files of others say nothing of data."""
+    """Of a file or a directory that the user named. Files of others say nothing of data."""
     if not uses_shards():
         data_steps.postpone(lambda: tell_resumed(agreement, path, user_storage))
         return

@@ -3,9 +3,9 @@ What a former life of this rank left in memory, mapped and checked while the scr
 
 A restore is a copy, but two things stand before it, and together they last longer than the copy itself: the page tables of the segment (0.08 s
 of a processor per GiB here) and the checksums (0.07 s). Neither needs the model, so they begin when the checkpointer is made, which is usually seconds before
-somebody asks for the state.
+the script asks for the state.
 
-Nothing is held meanwhile. A generation never comes back, so if the slot still has it when the restore pins it, nobody has written there since. What
+Nothing is held meanwhile. A generation never comes back, so if the slot still has it when the restore pins it, no process has written there since. What
 a look finds damaged it keeps to itself: the restore looks again, and tells.
 """
 
@@ -97,6 +97,6 @@ def close_behind(segment: Segment) -> None:
 
 
 def check(pinned: PinnedSlot) -> bool:
-    """Raise Corrupt when a byte has changed since the sums were made. False: nobody has made them yet."""
+    """Raise Corrupt when a byte has changed since the sums were made. False: they are not made yet."""
     with ThreadPoolExecutor(min(_NUM_SUMMERS, len(os.sched_getaffinity(0))), "dlrover-verify") as pool:
         return pinned.verify(pool)

@@ -88,7 +88,7 @@ def named_iteration(storage: Storage, directory: str) -> str:
 @contextlib.contextmanager
 def whole_directory(args: Any, load_arg: str, agreement: Agreement | None) -> Iterator[None]:
     """
-    While this lasts, `args.load` names a directory whose tracker names a whole iteration. Without an agreement somebody has named what to
+    While this lasts, `args.load` names a directory whose tracker names a whole iteration. Without an agreement the user has named what to
     load, and it is refused if it is damaged. All ranks call this.
     """
     load = getattr(args, load_arg, None)

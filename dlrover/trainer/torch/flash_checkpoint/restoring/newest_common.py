@@ -56,7 +56,7 @@ class Restored(Struct, frozen=True):
     is_from_memory: bool
     parts: dict[str, Any]
     claims: dict[str, tuple[Claim, ...]] = {}
-    """What the model contains of datasets, as far as nobody had confirmed it."""
+    """What the model contains of datasets, as far as it was not confirmed."""
 
 
 class Restorer:

@@ -2,7 +2,7 @@
 Checkpoints that a framework reads by itself: before it does, the ranks compare every byte with the manifests.
 
 DeepSpeed, transformers and Megatron open their files with functions that compare nothing, so a flipped bit would become a weight. The ranks share the work, and
-what one of them finds all of them know: a damaged checkpoint gives way to the next older one, unless somebody has named it.
+what one of them finds all of them know: a damaged checkpoint gives way to the next older one, unless the user has named it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def newest_whole(agreement: Agreement, storage: Storage, directory: str, at_most
 
 def refuse_damaged(agreement: Agreement, storage: Storage, path: str) -> None:
     """
-    Raises Corrupt, on all ranks, when the checkpoint that somebody named is not as it was written; one without our manifest cannot be judged.
+    Raises Corrupt, on all ranks, when the checkpoint that the user named is not as it was written; one without our manifest cannot be judged.
     """
     manifest = read_global_manifest(storage, path)
     found = None if manifest is None else Committed(path, manifest)

@@ -23,7 +23,7 @@ class AgreedSegments(SegmentWriter):
         self.is_agreed, self._is_decided, self._is_last_try = False, False, is_last_try
 
     def begin_alone(self) -> None:
-        """A save for which nobody else is asked."""
+        """A save for which no other rank is asked."""
         self.is_agreed, self._is_decided, self._is_last_try = False, True, True
 
     def begin(self, data_bytes: int, meta_bytes: int) -> SlotInWriting | None:

@@ -2,8 +2,8 @@
 Who saves which piece of the state, and one decision for all of them.
 
 The ranks agree over gloo on the CPU, in the thread that calls us, whatever backend the training uses: a few bytes on the
-loopback or the host's network, and never in the way of the devices. Where there is no process group, or nobody
-to agree with, everything here answers at once.
+loopback or the host's network, and never in the way of the devices. Where there is no process group, or no other
+rank, everything here answers at once.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Agreement:
         """With a private group we may be called from another thread than the training's collectives."""
         self.ranks = ranks
         self._everybody: Any = None
-        """The group of all ranks; None: nobody to agree with."""
+        """The group of all ranks; None: no other rank."""
         self._savers: Any = None
         self.is_joint = ranks.world_size > 1 and dist.is_available() and dist.is_initialized()
         if self.is_joint:
@@ -122,7 +122,7 @@ class Agreement:
 
     @property
     def group(self) -> Any:
-        """All ranks, over gloo; None: nobody to agree with."""
+        """All ranks, over gloo; None: no other rank."""
         return self._everybody
 
     def decide(self, *, is_ready: bool, is_giving_up: bool = False) -> tuple[bool, bool]:

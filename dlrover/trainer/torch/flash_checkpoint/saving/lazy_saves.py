@@ -1,5 +1,5 @@
 """
-The lazy saves of an engine: at most one under way, brought to its end by a thread or by whoever needs it to be there.
+The lazy saves of an engine: at most one under way, brought to its end by a thread or by the code that needs it to be there.
 
 What may be copied lazily and how that is guarded says `lazy.py`; here is when, and what becomes of it.
 """

@@ -100,7 +100,7 @@ class AgentOutlet:
         self.settled: dict[str, CheckpointSettled] = {}
         """What became of storage saves, by attempt; the newest few."""
         self.save_request: SaveRequested | None = None
-        """Somebody wants a storage save; the newest request that was heard of."""
+        """The newest request for a storage save that was heard of."""
 
     def open(self, place: SavePlace) -> None:
         self._send(OpenSnapshots(home=str(self.home), place=encode_place(place)))
@@ -234,7 +234,7 @@ class ThreadOutlet:
         if not (request.is_storage and request.is_writer):
             return
         pinned = pin_newest(name.path, name.slot, name.generation)
-        assert pinned is not None, "nobody but this thread writes here"
+        assert pinned is not None, "only this thread writes here"
         try:
             self._saves.append(self._writer.submit(self._write, pinned, request))
         except RuntimeError:  # the interpreter is on its way out, and its executors take no more work
