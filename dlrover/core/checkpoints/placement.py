@@ -1,7 +1,7 @@
 """
 Who keeps whose copy: never the same host while there is another, and another rack or switch while there is one.
 
-Nodes are put in a line so that those that may fail together stand together. Each node's's copy goes a fixed distance down that line,
+Nodes are put in a line so that those that may fail together stand together. The copy of each node goes a fixed distance down that line,
 which closes to a ring. A distance of at least the largest domain leads out of every domain, if no domain has more than half of the nodes;
 and because it is the same for all, every node keeps exactly as much as it gives. If even a host has more than half of the nodes there is no such
 distance, and each node looks for itself; some keep more than others then.
