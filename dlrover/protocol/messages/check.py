@@ -26,9 +26,9 @@ class ExitClass(enum.IntEnum):
     COMPUTE = 10
     """The node's own fault, whatever its partners did. Also devices that are busy before anything was tested."""
     COMMUNICATION = 11
-    """Any node's's in the group."""
+    """Of any node in the group."""
     SETUP = 12
-    """No device, no process group: any node's's in the group too, because a partner that never comes looks the same."""
+    """No device, no process group: of any node in the group too, because a partner that never comes looks the same."""
 
 
 class CheckTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
