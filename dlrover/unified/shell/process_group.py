@@ -48,7 +48,7 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    if torch.cuda.is_available() and (device := os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu")) != "cpu":
+    if torch.cuda.is_available() and (device := _device(order)) != "cpu":
         torch.cuda.set_device(device)
     backend = order.process_group.backend
     if backend == "auto":
