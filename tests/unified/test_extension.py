@@ -10,7 +10,7 @@ from dlrover.python.unified.controller.extension import ManagerExtension as Hist
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified.extension import ManagerExtension, NodeInfo, load_extension
 from dlrover.unified.plan import GroupRule
-from dlrover.unified.shell.machine_replacement import Machine, MachineReplacement
+from dlrover.unified.shell.machine_replacement import LivingMachine, MachineReplacement
 from tests.unified.conftest import InstallExtension
 from tests.unified.key_values import FakeKeyValues
 
@@ -22,7 +22,7 @@ class Cloud(ManagerExtension):
 
     def __init__(self) -> None:
         self.machines = {
-            f"machine-{n}": Machine(
+            f"machine-{n}": LivingMachine(
                 node=NodeInfo(id=f"machine-{n}", host=f"host-{n}"), labels={"rack": "a" if n < 3 else "b"}
             )
             for n in (1, 2, 3)
@@ -38,12 +38,12 @@ class Cloud(ManagerExtension):
         for node in nodes:
             del self.machines[node.id]
             if self.delivers or len(nodes) > 1:
-                self.machines[f"{node.id}b"] = Machine(node=NodeInfo(id=f"{node.id}b"))
+                self.machines[f"{node.id}b"] = LivingMachine(node=NodeInfo(id=f"{node.id}b"))
         return nodes
 
 
 class Replacing:
-    def __init__(self, extension: ManagerExtension | None, machines: dict[str, Machine]) -> None:
+    def __init__(self, extension: ManagerExtension | None, machines: dict[str, LivingMachine]) -> None:
         self.said: list[str] = []
         self.store = FakeKeyValues()
         self.replacement = MachineReplacement(

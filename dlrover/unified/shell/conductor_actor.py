@@ -21,6 +21,7 @@ from dlrover.platforms.ray.store import ClusterKeyValues, JobResult, JobStore, R
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.identity import Micros
 from dlrover.unified.conductor import Conductor
+from dlrover.unified.core.machine import EXIT_NO_ROOM
 from dlrover.unified.core.messages import BeginEnsemble, FinishEnsemble, RoleStatus, StageOfJob
 from dlrover.unified.extension import load_extension
 from dlrover.unified.plan import PLAN
@@ -189,8 +190,10 @@ class ConductorActor:
     async def _finish(self, over: FinishEnsemble) -> None:
         assert self._cluster is not None
         self._cluster.close_all(f"the job is over: {over.reason}")
-        self._cluster.room.remove()
         report = over.reason if over.exit_code else ""
+        if over.exit_code == EXIT_NO_ROOM:
+            report += f". {await asyncio.to_thread(self._cluster.room.missing)}"
+        self._cluster.room.remove()
         self._bulletin.close(JobOver(over.exit_code, report))
         if not await self._bulletin.delivered(DELIVERY):
             Registry().leave_result(

@@ -26,7 +26,7 @@ GROUP_LIMIT = 1800.0
 """Seconds for that of a whole group."""
 
 
-class Machine(Struct, frozen=True, kw_only=True):
+class LivingMachine(Struct, frozen=True, kw_only=True):
     node: NodeInfo
     labels: Mapping[str, str] = {}
 
@@ -35,7 +35,7 @@ class MachineReplacement:
     def __init__(
         self,
         extension: ManagerExtension | None,
-        machines: Callable[[], Mapping[str, Machine]],
+        machines: Callable[[], Mapping[str, LivingMachine]],
         store: KeyValues,
         job_uid: str,
         *,

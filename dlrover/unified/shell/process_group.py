@@ -23,6 +23,7 @@ from dlrover.unified.store import KeyValues
 
 PAUSE = 0.02
 CHECK_ROUNDS = 20
+CHECK_TIMEOUT = timedelta(seconds=300)
 CHECK_SIZE = 1 << 20
 """Elements of the sum that checks the communication."""
 LEAST_SLOWNESS = 1.1
@@ -47,7 +48,7 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    if torch.cuda.is_available() and (device := os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu")) != "cpu":
+    if torch.cuda.is_available() and (device := _device(order)) != "cpu":
         torch.cuda.set_device(device)
     backend = order.process_group.backend
     if backend == "auto":
@@ -89,8 +90,8 @@ def check_communication(world_size: int) -> list[float]:
     all_ = [torch.zeros_like(mine) for _ in range(world_size)]
     total = torch.ones(CHECK_SIZE, device=device) * first
     try:
-        dist.all_reduce(total)
-        dist.all_gather(all_, mine)
+        dist.all_reduce(total, async_op=True).wait(CHECK_TIMEOUT)
+        dist.all_gather(all_, mine, async_op=True).wait(CHECK_TIMEOUT)
     except RuntimeError as error:
         raise JobError(f"The communication check failed: {error}") from error
     if total[0].item() != world_size or total[-1].item() != world_size:

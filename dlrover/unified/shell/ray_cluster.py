@@ -26,7 +26,7 @@ from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.book import KeyBook
 from dlrover.unified.shell.elastic_role import ElasticRole
 from dlrover.unified.shell.instance_actor import InstanceActor
-from dlrover.unified.shell.machine_replacement import Machine, MachineReplacement
+from dlrover.unified.shell.machine_replacement import LivingMachine, MachineReplacement
 from dlrover.unified.shell.messages import END, InstanceOrder, pack
 from dlrover.unified.shell.printed_lines import LINES
 from dlrover.unified.shell.room import JobRoom
@@ -327,12 +327,12 @@ class RayCluster:
         return self._store.get(f"{self._plan.job_uid}/{what}/{_name(instance)}") is not None
 
 
-def living_machines() -> dict[str, Machine]:
+def living_machines() -> dict[str, LivingMachine]:
     """By Ray's id."""
     import ray
 
     return {
-        each["NodeID"]: Machine(
+        each["NodeID"]: LivingMachine(
             node=NodeInfo(
                 id=each["NodeID"], host=each.get("NodeManagerHostname", ""), ip=each.get("NodeManagerAddress", "")
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -80,6 +81,27 @@ class Driver:
     def run(self) -> None:
         note("runs")
         while not (folder() / "stop").exists() and not current().ending.is_set():
+            time.sleep(0.02)
+
+
+class Member:
+    """A class that each worker of an elastic role is made of."""
+
+    @rpc(retry=True)
+    def who(self) -> tuple[int, int, str, bool]:
+        return current().rank, os.getpid(), os.environ["WORLD_SIZE"], "ray" in sys.modules
+
+    @rpc(retry=True)
+    def size(self, payload: Any) -> int:
+        return len(payload)
+
+    @rpc()
+    def ask_server(self) -> int:
+        answer: int = group("server").call_rank0("add", 1, 2).result(60)[0]
+        return answer
+
+    def run(self) -> None:
+        while not (folder() / "stop").exists():
             time.sleep(0.02)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified import Ensemble, Role
+from tests.ray.jobs import run_dlrover
 from tests.ray.lab import RayLab, until
 from tests.ray.unified.conftest import ROLES, Start
 
@@ -95,6 +96,25 @@ def test_two_jobs_with_the_same_roles_do_not_meet_and_a_name_is_taken_once(lab: 
     assert second.handle.stop("by a person", 7)
     assert second.handle.wait(120) == 7
     lab.await_nothing_left(first.handle.job_uid, second.handle.job_uid)
+
+
+def test_a_job_that_finds_no_room_in_its_time_says_what_has_none(lab: RayLab, start: Start):
+    first = start(Role.simple("wide", f"{ROLES}.Driver", cpus=2, count=2, driver=True), name="first")
+    first.await_stage("RUNNING")
+    late = start(Role.simple("late", f"{ROLES}.Driver", cpus=1, driver=True), name="late", placement_timeout=1.0)
+    assert late.handle.wait(120) == 22
+    assert late.handle.report == (
+        "no room for all its instances within 1 s. No room yet for late-0: it asks for 1 CPU; the most free on a machine is 0 CPU."
+    )
+
+    # Commands know jobs of several roles, too.
+    shown = run_dlrover("ray", "status", "first", "--address", lab.address)
+    assert "RUNNING: wide 2 running" in shown.stdout, shown
+    assert "first" in run_dlrover("ray", "list", "--address", lab.address).stdout
+    stopped = run_dlrover("ray", "stop", "first", "--address", lab.address)
+    assert stopped.returncode == 0, stopped
+    assert first.handle.wait(120) == 143
+    lab.await_nothing_left(first.handle.job_uid, late.handle.job_uid)
 
 
 def test_a_users_mistake_ends_the_job_with_its_words(lab: RayLab, start: Start):

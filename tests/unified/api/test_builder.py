@@ -14,6 +14,7 @@ pytest.importorskip("omegaconf", reason="the extra `ray` is not installed: use `
 from dlrover.python.unified.api.builder import DLJobBuilder, RLJobBuilder
 from dlrover.python.unified.common.config import DLConfig, JobConfig
 from dlrover.python.unified.common.workload_desc import NodeGroupFailoverDesc, ResourceDesc, SimpleWorkloadDesc
+from dlrover.python.unified.driver.main import main
 
 from dlrover.unified.api.config import new_config
 from dlrover.unified.api.translate import NO_SET_VARIABLES, ensemble_of
@@ -240,3 +241,26 @@ def test_ray_can_be_kept_from_setting_visible_devices():
     job = builder().role("a").run(ENTRY).disable_ray_auto_visible_device().env({"X": "1"}).build()
     assert job.workloads["a"].envs == {**dict.fromkeys(NO_SET_VARIABLES, "true"), "X": "1"}
     assert len(NO_SET_VARIABLES) == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "Give one argument: the JobConfig of the job as JSON"),
+        (["{}", "{}"], "Give one argument"),
+        (["{"], "Invalid JSON"),
+        (['{"job_name": "x"}'], "dl_config"),
+    ],
+)
+def test_the_driver_as_a_program_takes_one_configuration(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_configuration_travels_as_json():
+    config = job_config(builder().config({"lr": 1}).role("a").run(ENTRY).build(), job_max_restart=4)
+    again = JobConfig.model_validate_json(config.model_dump_json())
+    assert ensemble_of(again).build("uid").spec == ensemble_of(config).build("uid").spec
+    assert (again.job_max_restart, again.dl_config) == (4, config.dl_config)
