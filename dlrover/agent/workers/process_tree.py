@@ -98,13 +98,9 @@ def _kill_once(keep: Collection[int]) -> list[RunningProcess]:
     own_pid = os.getpid()
     remaining = []
     for process in descendants(own_pid, keep=keep):
-        if process.state != "Z":
-            send_signal(process, signal.SIGKILL)
-            remaining.append(process)
-        elif process.parent_pid == own_pid:
-            _reap(process.pid)
+        send_signal(process, signal.SIGKILL)
         # A zombie of another parent: the parent is on the list too, and then the zombie is ours.
-        else:
+        if process.state != "Z" or process.parent_pid != own_pid or not _reap(process.pid):
             remaining.append(process)
     return remaining
 
@@ -125,11 +121,12 @@ def _wait_gone(process: RunningProcess, timeout: float) -> None:
         os.close(descriptor)
 
 
-def _reap(pid: int) -> None:
+def _reap(pid: int) -> bool:
+    """False: its main thread has ended and others have not, so that it looks like a zombie and runs on."""
     try:
-        os.waitpid(pid, os.WNOHANG)
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
-        return
+        return True
 
 
 class ProcessTree:
@@ -392,8 +389,7 @@ class ProcessTree:
         if self._cgroups is not None:
             self._cgroups.kill(self._keep())
         for process in self._of_workers():
-            if process.state != "Z":
-                send_signal(process, signal.SIGKILL)
+            send_signal(process, signal.SIGKILL)  # to a zombie, too: threads of it may live
 
     async def sweep(self, *, deadline: float = _KILL_DEADLINE, is_leaving_ending: bool = False) -> None:
         """
@@ -412,14 +408,9 @@ class ProcessTree:
             for process in self._of_workers():
                 if process.pid in ending or (process.is_dead and process.parent_pid in ending):
                     continue
-                if process.pid in self._watched:
-                    if process.state != "Z":
-                        send_signal(process, signal.SIGKILL)
-                    remaining.append(process)
-                elif process.state == "Z" and process.parent_pid == own_pid:
-                    _reap(process.pid)
-                else:
-                    send_signal(process, signal.SIGKILL)
+                send_signal(process, signal.SIGKILL)
+                is_our_orphan = process.parent_pid == own_pid and process.pid not in self._watched
+                if process.state != "Z" or not is_our_orphan or not _reap(process.pid):
                     remaining.append(process)
             if not remaining:
                 if self._cgroups is not None:

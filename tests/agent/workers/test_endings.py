@@ -115,6 +115,18 @@ async def test_new_workers_wait_for_an_ended_one_only_if_they_need_its_memory(
         assert is_gone(pid)
 
 
+async def test_threads_that_outlive_the_main_thread_end_with_the_agent(
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
+) -> None:
+    """The process looks like a zombie to everyone, and no handler of Python will ever run in it."""
+    config = make_config(tmp_path / "rt", write(tmp_path / "train.py", LEAVES_A_THREAD), str(tmp_path / "never"))
+    async with group_of(spawner, tree, config, watch=WorkerWatch(config.watch)) as group:
+        pids = group.pids
+        await until(lambda: all((seen := look_up(pid)) is not None and seen.is_dead for pid in pids))
+        await tree.sweep()
+        assert all(map(is_gone, pids))
+
+
 async def test_a_worker_that_becomes_another_program_lives_on(
     spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
