@@ -108,11 +108,12 @@ class Contest:
 
     def worker(self) -> float:
         """The longest time between two steps around the kill."""
-        self._wait_for_steps()
+        before = len(steps(self._job.directory))
+        wait_until(lambda: len(steps(self._job.directory)) > before + 30, "steps before a worker is killed")
         killed_at = self._job.kill("worker-1")
         end_at = killed_at + AROUND
-        wait_until(lambda: steps(self._job.directory, self._version)[-1] > end_at, "steps after a killed worker")
-        times = [at for at in steps(self._job.directory, self._version) if killed_at - 1 < at < end_at]
+        wait_until(lambda: steps(self._job.directory)[-1] > end_at, "steps after a killed worker")
+        times = [at for at in steps(self._job.directory) if killed_at - 1 < at < end_at]
         pause = max(after - before for before, after in itertools.pairwise(times) if after > killed_at)
         print(f"worker-1 killed: longest pause {pause:.2f} s", flush=True)
         return pause
@@ -144,11 +145,11 @@ def wait_until(is_met: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def steps(directory: Path, version: int) -> list[float]:
-    """When the chief heard of each step of that version."""
+def steps(directory: Path, version: int | None = None) -> list[float]:
+    """When the chief heard of each step of that version; None: of any."""
     path = directory / "trained-chief-0.txt"
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return [float(line[0]) for line in lines if len(line) == 3 and int(line[1]) == version]
+    return [float(line[0]) for line in lines if len(line) == 3 and version in (None, int(line[1]))]
 
 
 def report(figures: dict[str, list[tuple[float, float]]], pauses: list[float], path: str) -> int:

@@ -159,6 +159,22 @@ def test_a_lost_worker_comes_back_where_it_was(start: StartJob) -> None:
     assert counts.sum() <= 2500 + 2 * 10
 
 
+def test_workers_may_be_lost_again_and_again_at_any_moment_of_a_step(start: StartJob) -> None:
+    """Now and then the chief fetches just then, and hears of the loss before TensorFlow has the batch run again."""
+    job = begin(start, records=40_000, pace=0.002, save_steps=500)
+    is_reading_on(job, 1)
+    for _ in range(6):
+        former = job.pid_of("worker-1")
+        job.kill("worker-1")
+        job.wait_until("it is back", lambda pid=former: job.pid_of("worker-1") != pid)  # type: ignore[misc]
+        job.wait_for_steps("chief-0", len(job.steps("chief-0")) + 10, version=1)
+    assert job.finish() == 0, job.output[-4000:]
+    assert len(job.matching(TRAINS)) == 1, "no other version"
+    counts = seen(job)
+    assert counts.min() == 1.0
+    assert counts.sum() <= 40_000 + 6 * 2 * 10
+
+
 def test_a_lost_chief_goes_back_to_its_last_checkpoint(start: StartJob) -> None:
     job = begin(start, records=4000, pace=0.2, save_steps=20)
     is_reading_on(job, 1)

@@ -194,11 +194,20 @@ class Coordination:
     def _settle_one(self) -> None:
         """Wait for the oldest batch and report it."""
         count, result = self._under_way.popleft()
-        step, self._result = result.fetch()
+        step, self._result = self._fetch(result)
         self._step = max(self._step, int(step))
         if self._client is not None:
             self._client.report_batch_done(count, step=self._step)
         progress.report(self._step)
+
+    def _fetch(self, result: Any) -> Any:
+        """Raises one of `_LOST` if a server is lost."""
+        try:
+            return result.fetch()
+        except _LOST as error:
+            log.info("a batch has no result yet, because a task is lost: %s", str(error).splitlines()[0])
+            self._coordinator.join()  # of a worker: TensorFlow has the batch run again; of a server: it raises
+            return result.fetch()
 
     def _settle_all(self) -> Any:
         while self._under_way:
