@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling demo-brain bench-brain bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-grpc-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences packages docs reference simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling-cost test-scaling bench-unified bench-kubernetes
+.PHONY: help setup demo demo-kubernetes demo-ray demo-unified demo-scaling demo-brain bench-brain bench-scaling-pauses test test-kubernetes test-ray test-unified test-coordinator test-ray-oldest test-grpc-oldest test-core measure-style lint format unit bench bench-quick bench-control-plane bench-data bench-node-failover bench-checkpoint bench-goodput bench-diagnosis bench-ray chaos chaos-ray clean lock licences packages docs reference simulate false-alarms mutate demo-tensorflow test-tensorflow test-tensorflow-clusters bench-tensorflow bench-scaling bench-scaling-cost test-scaling bench-unified bench-kubernetes
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -210,6 +210,9 @@ bench-kubernetes: $(STAMP) ## replaced pods, a thousand pods, lost masters, orde
 
 bench-monitoring: $(STAMP) ## what watching costs: a step with and without the hooks, each hook, the agent's share (about 1 minute)
 	$(BIN)/python benchmarks/monitoring.py
+
+bench-scaling: $(STAMP) ## many jobs on one cluster in virtual time: what scaling, Brain and a divided room are worth against sizes that users ask for
+	$(BIN)/python benchmarks/cluster_replay.py
 
 bench-scaling-pauses: $(STAMP) ## how long training pauses when a job grows and shrinks by a node, ten of each (about 3 minutes)
 	$(BIN)/python benchmarks/scaling_pauses.py

@@ -112,6 +112,26 @@ async def test_levels_of_likeness(desk: BrainDesk, clock: Clock) -> None:
     assert (await start_of(desk, "none", user="bob", recipe=JobRecipe(script_name="other.py"))).level == 0
 
 
+@pytest.mark.parametrize("strategy", [Strategy.ALLREDUCE, Strategy.PS])
+async def test_defect_29_a_job_of_which_nothing_is_known_is_like_no_other(
+    desk: BrainDesk, clock: Clock, strategy: Strategy
+) -> None:
+    """Spec 07 §19: an empty scenario fitted all jobs, and failed jobs counted for servers."""
+    groups = (GroupSize(NodeType.WORKER, 3), GroupSize(NodeType.PS, 2, 8.0, 8000))
+    told = run(1, configuration=Configuration(groups=groups))
+    for uid, name, reason in (
+        ("unnamed", "", ExitReason.COMPLETED),
+        ("failed", "nightly", ExitReason.WORKER_ERROR),
+    ):
+        await ask(desk, began(uid, strategy=strategy, recipe=JobRecipe(name=name)))
+        await ask(desk, RunsTold(job=ref(uid), runs=(told,)))
+        await ask(desk, ended(uid, reason))
+    clock.now += 1000
+    for uid, name in (("another", ""), ("again", "nightly")):
+        start = await start_of(desk, uid, strategy=strategy, recipe=JobRecipe(name=name))
+        assert (start.plan, start.level, start.similar) == (None, 0, 0)
+
+
 async def test_what_becomes_known_of_a_job_makes_it_alike(desk: BrainDesk, clock: Clock) -> None:
     facts = JobFacts(dataset_name="clicks", total_variable_size=12_345)
     await ask(desk, began("first", recipe=JobRecipe(script_hash="ab")))
@@ -228,8 +248,8 @@ SERVERS: dict[str, Any] = {
 }
 
 
-async def test_hot_servers_get_more_cores_by_the_historical_rule(desk: BrainDesk) -> None:
-    """Defect 30 of spec 07 §19: at the original these rules could never trigger."""
+async def test_defect_30_hot_servers_get_more_cores_by_the_historical_rule(desk: BrainDesk) -> None:
+    """Spec 07 §19: at the original these rules could never trigger."""
     await ask(desk, began(**SERVERS))
     await ask(desk, RunsTold(job=ref(), runs=tuple(server_run(number, (6.0, 9.0)) for number in (1, 2, 3))))
     found = await ask(desk, PlanAsked(job=ref(), stage=PlanStage.RUNNING))
@@ -254,8 +274,8 @@ async def test_no_plan_is_an_answer_and_a_proposal_is_kept_once(desk: BrainDesk)
     assert [(plan.outcome, plan.algorithm) for plan in record.plans] == [("proposed", "optimize_job_hot_ps_resource")]
 
 
-async def test_settings_choose_another_algorithm(desk: BrainDesk, store: BrainStore, clock: Clock) -> None:
-    """Defect 31 of spec 07 §19: keys of samples that no algorithm read are named, and thresholds are read by their keys."""
+async def test_defect_31_settings_choose_another_algorithm(desk: BrainDesk, store: BrainStore, clock: Clock) -> None:
+    """Spec 07 §19: keys of samples that no algorithm read are named, and thresholds are read by their keys."""
     await whole_job(desk, "first", run(1, nodes=4))
     await store.write(lambda connection: change_setting(connection, 1, ["optimize-algorithm=percentile"], None, None))
     clock.now += 1000

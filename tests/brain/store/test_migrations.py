@@ -92,7 +92,7 @@ def test_where_the_database_is_comes_from_a_file_or_the_environment(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", ["", "no url: a-password", "mysql://ann:a-password@db/brain", "sqlite://"])
-def test_a_url_that_is_wrong_is_not_shown(tmp_path: Path, content: str) -> None:
+def test_defect_34_a_url_that_is_wrong_is_not_shown(tmp_path: Path, content: str) -> None:
     file = tmp_path / "url"
     file.write_text(content)
     with pytest.raises(ConfigError) as caught:

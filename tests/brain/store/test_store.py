@@ -80,6 +80,18 @@ async def test_a_longer_word_about_a_run_takes_the_place_of_a_shorter_one(desk: 
     assert [each.seconds for each in (await record_of(desk)).runs] == [120.0]
 
 
+async def test_defect_33_reports_that_come_at_once_lose_nothing(desk: BrainDesk) -> None:
+    """Spec 07 §19: each report read and wrote one text with all runs, without a transaction."""
+    runs = [run(number, seconds=60.0 + number) for number in range(1, 61)]
+    await ask(desk, began())
+    told = [RunsTold(job=ref(), runs=(each,)) for each in runs]
+    random.Random(3).shuffle(told)
+    await asyncio.gather(*(ask(desk, each) for each in told))
+    found = await record_of(desk)
+    assert sorted(each.number for each in found.runs) == list(range(1, 61))
+    assert digest_of(found.runs) == digest_of(runs)
+
+
 async def test_points_of_memory_are_not_kept(desk: BrainDesk) -> None:
     use = TypeUse(node_type=NodeType.WORKER, memory_mb=5.0, memory=(MemoryPoint(Micros(1), 1, 5.0),))
     told = run(1, types=(use,))
@@ -222,7 +234,7 @@ async def test_the_runs_of_a_job_are_read_newest_first_and_told_in_order(desk: B
     assert await store.read(newest) == [6, 7, 8]
 
 
-async def test_a_database_that_does_not_answer_is_named_without_its_password() -> None:
+async def test_defect_34_a_database_that_does_not_answer_is_named_without_its_password() -> None:
     engine = open_engine(make_url("postgresql+psycopg://ann:a-password@127.0.0.1:1/brain?connect_timeout=2"))
     away = BrainStore(engine, gather=0.0)
     with pytest.raises(Unavailable) as caught:

@@ -134,7 +134,7 @@ async def test_an_unexpected_error_costs_the_job_its_brain_only(
         await task
 
 
-async def test_runs_decisions_facts_and_lost_nodes_are_told(journal: Path) -> None:
+async def test_defect_25_runs_decisions_facts_and_lost_nodes_are_told(journal: Path) -> None:
     brain, shell = FakeBrain(), DrivenJob()
     client = client_of(brain, shell, journal)
     async with running(client):
@@ -149,6 +149,18 @@ async def test_runs_decisions_facts_and_lost_nodes_are_told(journal: Path) -> No
     assert brain.facts[-1].facts.dataset_size == 1000
     assert [(each.node, each.kind) for each in brain.node_ends] == [(PlatformId(0), NodeEndKind.OOM)]
     assert brain.decisions == {each.number: each for each in shell.state().scaling.decisions}
+
+
+async def test_defect_26_a_job_whose_brain_is_away_decides_from_the_same_runs(journal: Path) -> None:
+    brain, shell = FakeBrain(is_away=True), DrivenJob()
+    client = client_of(brain, shell, journal)
+    async with running(client):
+        measured(client, shell, run(1))
+        assert [each.number for each in shell.state().scaling.runs] == [1]
+        assert shell.state().scaling.decisions, "it decides by itself"
+        brain.is_away = False
+        await brain.until(lambda: brain.runs)
+    assert brain.runs == {1: run(1)}, "Brain hears the facts that the job decided from"
 
 
 async def test_each_run_is_stored_once_through_outages_of_brain(journal: Path) -> None:

@@ -226,6 +226,15 @@ def test_13_7_worker_resource_does_not_grow_after_a_growth_that_slowed_the_job()
     assert group(size_workers(running(*before, *faster, nodes=servers(10)), [], GIVEN)).count == 10
 
 
+def test_defect_32_a_stable_job_that_is_not_faster_keeps_its_workers() -> None:
+    """Spec 07 §19: the original took the number that its servers would bear, without a cap."""
+    before = [record((0.5,), workers=4, speed=10)] * 5
+    after = [record((0.5,), workers=6, speed=10)] * 5
+    job = running(*before, *after, nodes=servers(10))
+    assert group(size_workers(job, [], GIVEN, WorkerPhase.STABLE)).count == 6
+    assert group(size_workers(job, [], GIVEN, WorkerPhase.SAMPLE)).count == 10, "in other phases it grows"
+
+
 def test_13_7_worker_resource_drops_a_single_busy_moment() -> None:
     calm, busy = record((6.0,), workers=5), record((9.9,), workers=5, worker_memory=100_000)
     job = running(calm, calm, calm, busy, calm, calm, nodes=servers(10))
