@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.referees.recordings import PUBLIC, PUBLIC_ROOMS
-from tools.measure_style import Module, class_names_twice, files_in_folders, imports_of, read_package
+from tools.measure_style import Module, class_names_twice, cycles_of, files_in_folders, imports_of, read_package
 
 PACKAGE = Path(__file__).parents[2] / "dlrover"
 MOST_FILES = 16
@@ -29,6 +29,11 @@ def test_a_folder_has_few_files(modules: list[Module]) -> None:
 
 def test_a_class_name_means_one_thing(modules: list[Module]) -> None:
     assert class_names_twice(modules) == set()
+
+
+def test_no_modules_import_each_other_in_a_circle(modules: list[Module]) -> None:
+    """Nor for a type, nor within a function: whoever reads a module needs to read only what is below it."""
+    assert cycles_of(imports_of(modules)) == []
 
 
 def test_only_paths_that_scripts_import_forward_to_another_module(modules: list[Module]) -> None:
