@@ -205,6 +205,12 @@ class Decision(Struct, eq=False):
     def touch(self, node: NodeId) -> None:
         self.touched[node] = None
 
+    def is_running(self, node: Node) -> bool:
+        """Whether the node shall run workers of the active world right now."""
+        rdzv = self.state.rendezvous
+        is_active = self.state.end is None and rdzv.world is not None and rdzv.opening is None
+        return is_active and node.id in rdzv.group_ranks and node.id not in rdzv.lost and not node.finished_round
+
     def announce(self, rows: Rows[P], *args: P.args, **kwargs: P.kwargs) -> None:
         """Let the rooms react, before this returns."""
         for react in rows:
@@ -214,13 +220,3 @@ class Decision(Struct, eq=False):
         self, reason: ExitReason, sentence: str, first: FirstFailure | None = None, exit_code: int | None = None
     ) -> None:
         self.announce(self.on.job_ends, JobEnds(reason, sentence, first, exit_code))
-
-    def advance(self) -> None:
-        """Let the rooms go on by themselves, until nothing changes any more."""
-        for _ in range(MOST_PASSES):
-            for go_on in self.on.advance:
-                if go_on(self):
-                    break  # all look again
-            else:
-                return
-        raise AssertionError(f"nothing settles after {MOST_PASSES} passes: {self.verdicts}")

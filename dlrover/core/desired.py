@@ -40,13 +40,6 @@ def wish_of(state: JobState, node: Node) -> Wish:
     return Join(next_round, StopCause.MEMBERSHIP, f"round {next_round} is the next to form", note)
 
 
-def is_running(state: JobState, node: Node) -> bool:
-    """Whether the node shall run workers of the active world right now."""
-    rdzv = state.rendezvous
-    is_active = state.end is None and rdzv.world is not None and rdzv.opening is None
-    return is_active and node.id in rdzv.group_ranks and node.id not in rdzv.lost and not node.finished_round
-
-
 def tell_nodes(decision: Decision) -> list[NodeId]:
     """Give new wishes to the touched nodes, and have those told whose wish is another one than before. Gives the touched ones."""
     state, live = decision.state, decision.state.nodes.live

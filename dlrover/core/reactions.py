@@ -22,7 +22,7 @@ from dlrover.core.checkpoints import break_points, commits
 from dlrover.core.clusters import commands as clusters
 from dlrover.core.data import commands as data
 from dlrover.core.data import cuts, restoring
-from dlrover.core.decision import Answers, Decision, Handlers, Reactions, Tables, rooms_of
+from dlrover.core.decision import MOST_PASSES, Answers, Decision, Handlers, Reactions, Tables, rooms_of
 from dlrover.core.desired import tell_nodes
 from dlrover.core.exchange import commands as exchange
 from dlrover.core.failures import hangs, incidents
@@ -197,12 +197,22 @@ PASSED: dict[DeadlineKind, Callable[[Decision, int], None]] = {
 
 
 def decide(command: Command, decision: Decision) -> Reply:
-    """Apply the command and what follows from it, or raise `Rejected` with nothing changed. At last the nodes get their new wishes."""
+    """
+    Apply the command and what follows from it, or raise `Rejected` with nothing changed.
+
+    If something changed that may let them, the rooms go on by themselves until nothing changes any more. At last the nodes get their new wishes.
+    """
     state, rdzv = decision.state, decision.state.rendezvous
     former = (rdzv.world, rdzv.opening)
     reply = HANDLERS[type(command)](command, decision)
-    if decision.is_unsettled:
-        decision.advance()
+    for _ in range(MOST_PASSES if decision.is_unsettled else 0):
+        for go_on in decision.on.advance:
+            if go_on(decision):
+                break  # all look again
+        else:
+            break
+    else:
+        assert not decision.is_unsettled, f"nothing settles after {MOST_PASSES} passes: {decision.verdicts}"
     changed = tell_nodes(decision)
     if (rdzv.world, rdzv.opening) != former:  # the same wish to wait means another thing now
         changed = list(dict.fromkeys([*changed, *rdzv.waiting, *rdzv.absent]))

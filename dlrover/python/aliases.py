@@ -285,9 +285,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "LogCollector": f"{_COMPAT}.client.diagnosis:TrainingLogCollector"
     },
     "dlrover.python.elastic_agent.master_client": {
-        **_in("client.building", "GlobalMasterClient build_master_client"),
-        **_in("client.local_master", "LocalDataset LocalMasterClient"),
-        **_in("client.master_client", "MasterClient"),
+        **_in("client.local_dataset", "LocalDataset"),
+        **_in("client.master_client", "GlobalMasterClient LocalMasterClient MasterClient build_master_client"),
     },
     "dlrover.python.elastic_agent.monitor.diagnosis": _in("client.diagnosis", "DiagnosisMonitor"),
     "dlrover.python.elastic_agent.monitor.resource": _in(

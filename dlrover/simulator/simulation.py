@@ -23,8 +23,9 @@ from dlrover.simulator.nodes.agentless_programs import AgentlessPrograms
 from dlrover.simulator.nodes.checks import CheckRuns
 from dlrover.simulator.nodes.cloud import VirtualCloud
 from dlrover.simulator.nodes.cluster import VirtualCluster
-from dlrover.simulator.nodes.platform import NodeSource, VirtualPlatform
+from dlrover.simulator.nodes.platform import VirtualPlatform
 from dlrover.simulator.nodes.tasks import VirtualTasks
+from dlrover.simulator.parts import NodeSource
 from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.truth import worlds
 from dlrover.simulator.truth.breaths import LastBreaths

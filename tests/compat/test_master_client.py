@@ -14,10 +14,14 @@ import pytest
 
 from dlrover.agent.monitor.old_diagnosis_data import TrainingLog
 from dlrover.compat.client import comm
-from dlrover.compat.client.building import GlobalMasterClient, build_master_client
 from dlrover.compat.client.diagnosis import CollectorType, DiagnosisMonitor
-from dlrover.compat.client.local_master import LocalDataset, LocalMasterClient
-from dlrover.compat.client.master_client import MasterClient
+from dlrover.compat.client.local_dataset import LocalDataset
+from dlrover.compat.client.master_client import (
+    GlobalMasterClient,
+    LocalMasterClient,
+    MasterClient,
+    build_master_client,
+)
 from dlrover.compat.client.resource_monitor import ResourceMonitor
 from dlrover.compat.names.constants import NodeStatus, TrainingExceptionLevel
 from dlrover.master.diagnosis.old_actions import EventAction, JobAbortionAction, JobRestartAction, NoAction

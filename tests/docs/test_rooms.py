@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.referees.recordings import PUBLIC, PUBLIC_ROOMS
-from tools.measure_style import Module, class_names_twice, files_in_folders, imports_of, read_package
+from tools.measure_style import (
+    Module,
+    apply_one_failure,
+    class_names_twice,
+    cycles_of,
+    files_in_folders,
+    imports_of,
+    modules_visited,
+    read_package,
+)
 
 PACKAGE = Path(__file__).parents[2] / "dlrover"
 MOST_FILES = 16
 MOST_VOCABULARY = 20
 """Of `protocol/messages`, which is one vocabulary."""
+MOST_SWITCHES = 25
+"""Between modules of the core, for one report of a failure in a job of two nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +40,17 @@ def test_a_folder_has_few_files(modules: list[Module]) -> None:
 
 def test_a_class_name_means_one_thing(modules: list[Module]) -> None:
     assert class_names_twice(modules) == set()
+
+
+def test_no_modules_import_each_other_in_a_circle(modules: list[Module]) -> None:
+    """Nor for a type, nor within a function: whoever reads a module needs to read only what is below it."""
+    assert cycles_of(imports_of(modules)) == []
+
+
+def test_a_command_goes_through_few_modules() -> None:
+    visited = modules_visited(apply_one_failure, prefix="dlrover.core.")
+    assert visited[0] == "dlrover.core.job"
+    assert len(visited) - 1 <= MOST_SWITCHES, visited
 
 
 def test_only_paths_that_scripts_import_forward_to_another_module(modules: list[Module]) -> None:

@@ -37,7 +37,7 @@ from dlrover.simulator.faults.kinds import (
     POD_MASTER_MIX,
     STANDARD_MIX,
 )
-from dlrover.simulator.masters.master import CrashPoint
+from dlrover.simulator.masters.journal import CrashPoint
 from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
 

@@ -9,6 +9,7 @@ What belongs to a part of the software that a job here does not have is answered
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ from dlrover.compat.launch import environment as node_environment
 from dlrover.compat.names.constants import (
     JobConstant,
     NetworkFailureReason,
+    NodeEnv,
     NodeStatus,
     NodeType,
     TrainingExceptionLevel,
@@ -76,6 +78,7 @@ _LONGEST_BLOCK = 3600.0
 _NOBODY, _NO_LIFE = NodeId(-1), Incarnation(0)
 """The agent puts its own in."""
 _AGENT_DOES = "The agent of this node reports this by itself. The values given here are not used."
+_ALONE = "Outside of `dlrover-run` no master hears this."
 _PHASES = {"#save": phases.CHECKPOINT, "#evaluate": phases.EVALUATION}
 _EVENT_LEVELS = {"info": "info", "warn": "warn", "warning": "warn", "error": "error"}
 
@@ -111,8 +114,6 @@ class MasterClient:
         """The process's one client; the arguments of the first call count."""
         with MasterClient._instance_lock:
             if MasterClient._instance is None:
-                from dlrover.compat.client.building import build_master_client  # it builds this class
-
                 MasterClient._instance = build_master_client(*arguments, **named)
             return MasterClient._instance
 
@@ -581,6 +582,121 @@ class MasterClient:
         if method not in self._said:
             self._said.add(method)
             log.warning("MasterClient.%s: %s", method, sentence)
+
+
+class LocalMasterClient(MasterClient):
+    """
+    The master client without a master: a script runs unchanged on a laptop.
+
+    Store, sync points and data live in the process, in the same rooms of the core that a job has. The rendezvous has one
+    member, this process. Reports are accepted and have no effect.
+    """
+
+    def __init__(
+        self,
+        node_id: int = 0,
+        *,
+        node_type: str = NodeType.WORKER,
+        timeout: float = JobConstant.MASTER_CLIENT_DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__("", node_id, node_type, timeout, link=_link_of_one())
+        self._world: dict[int, int] = {}
+
+    def join_rendezvous(self, node_rank: int, local_world_size: int, rdzv_name: str = "") -> int:
+        self._world[node_rank] = local_world_size
+        return 0
+
+    def get_comm_world(self, rdzv_name: str, node_rank: int) -> tuple[int, int, dict[int, int]]:
+        return 0, 0, dict(self._world)
+
+    def get_running_nodes(self) -> list[comm.NodeMeta]:
+        host, _ = node_environment.get_hostname_and_ip()
+        rank = node_environment.get_node_rank()
+        return [comm.NodeMeta(type=self._node_type, addr=host, id=self._node_id, rank=rank, status=NodeStatus.RUNNING)]
+
+    def num_nodes_waiting(self, rdzv_name: str) -> int:
+        return 0
+
+    def report_rdzv_params(self, *arguments: Any, **named: Any) -> bool:
+        return True
+
+    def set_rdzv_blocked(self, blocked: bool, reason: str = "") -> None:
+        self._say_once("set_rdzv_blocked", _ALONE)
+
+    def report_event(self, *arguments: Any, **named: Any) -> None:
+        self._say_once("report_event", _ALONE)
+
+    def report_failures(self, *arguments: Any, **named: Any) -> None:
+        self._say_once("report_failures", _ALONE)
+
+    def report_diagnosis_agent_metrics(self, data: object) -> None:
+        self._say_once("report_diagnosis_agent_metrics", _ALONE)
+
+    report_diagnosis_training_log = report_diagnosis_agent_metrics
+    report_diagnosis_cuda_log = report_diagnosis_agent_metrics
+    report_diagnosis_chip_metrics = report_diagnosis_agent_metrics
+
+    def report_action(self, action: object) -> None:
+        self._say_once("report_action", _ALONE)
+
+    def ready_for_ps_relaunch(self) -> comm.Response:
+        return self._left_to_agent("ready_for_ps_relaunch")
+
+    def _left_to_agent(self, method: str) -> comm.Response:
+        self._say_once(method, _ALONE)
+        return comm.Response(True, _ALONE)
+
+
+def _link_of_one() -> Link:
+    """In a worker of a job there is an agent, but a script that makes a `LocalMasterClient` wants to be alone."""
+    if environment.current() is None:
+        return current_link()
+    from dlrover.trainer.stand_in import StandIn  # the whole core: workers of a job start without it
+
+    return StandIn()
+
+
+def build_master_client(master_addr: str | None = None, timeout: float | None = None) -> MasterClient:
+    """
+    The client of this process. Where there is neither an agent nor an address it works alone (`LocalMasterClient`).
+
+    `timeout`: seconds for one request, by default 60; the variable MASTER_CLIENT_TIMEOUT wins.
+    """
+    seconds = JobConstant.MASTER_CLIENT_DEFAULT_TIMEOUT if timeout is None else timeout
+    told = os.environ.get(NodeEnv.MASTER_CLIENT_TIMEOUT, "")
+    if told.isdigit() and int(told):
+        seconds = int(told)
+    elif told:
+        log.warning("MASTER_CLIENT_TIMEOUT=%s is ignored: give whole seconds of at least 1.", told)
+    address = os.environ.get(NodeEnv.DLROVER_MASTER_ADDR, "") if master_addr is None else str(master_addr)
+    node_id, node_type = node_environment.get_node_id(), node_environment.get_node_type()
+    if environment.current() is None and not address:
+        return LocalMasterClient(node_id, node_type=node_type, timeout=seconds)
+    link = None if environment.current() is not None else _NoAgent(address)
+    return MasterClient(address, node_id, node_type, seconds, link=link)
+
+
+class _NoAgent:
+    """Implements `Link` where an address is given and no agent is there: every request says what is missing."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
+        raise Unavailable(
+            f"No agent runs this process, so the master at {self._address} cannot be asked. Start the script with "
+            "`dlrover-run`; without a master, unset DLROVER_MASTER_ADDR."
+        )
+
+
+class _Lazy(type):
+    @property
+    def MASTER_CLIENT(cls) -> MasterClient:  # noqa: N802  the published name
+        return MasterClient.singleton_instance()
+
+
+class GlobalMasterClient(metaclass=_Lazy):
+    """`GlobalMasterClient.MASTER_CLIENT`: the process's client, built at first use."""
 
 
 def _bytes(value: bytes | str) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from dlrover.compat.tools.singleton import Singleton
 from dlrover.trainer.events import event as our_event
@@ -18,8 +18,12 @@ from dlrover.trainer.events.event import EventType, new_id
 from dlrover.trainer.events.process import OUTLET, Nothing, Outlet, safe
 from dlrover.trainer.events.process import Process as OurProcess
 
-if TYPE_CHECKING:
-    from dlrover.compat.events.event_export import EventExporter
+
+class Exporting(Protocol):
+    """An `EventExporter`, as far as a process of events needs it."""
+
+    def export(self, event: Any) -> None: ...
+
 
 # training_event.event
 
@@ -84,7 +88,7 @@ class SafeAttribute:
 class _To(Outlet):
     """An exporter of the script's own."""
 
-    def __init__(self, exporter: EventExporter) -> None:
+    def __init__(self, exporter: Exporting) -> None:
         super().__init__()
         self._own = exporter
 
@@ -93,14 +97,14 @@ class _To(Outlet):
 
 
 class Process(OurProcess):
-    def __init__(self, target: str, exporter: EventExporter | None = None) -> None:
+    def __init__(self, target: str, exporter: Exporting | None = None) -> None:
         super().__init__(target, OUTLET if exporter is None else _To(exporter))
 
 
 class EventEmitter:
     """What a span is made of: `DurationSpan(EventEmitter(target, exporter), name, content)`."""
 
-    def __init__(self, target: str, exporter: EventExporter) -> None:
+    def __init__(self, target: str, exporter: Exporting) -> None:
         self.target, self.exporter = target, exporter
         self._process = Process(target, exporter)
 

@@ -8,8 +8,7 @@ the cluster, which the master alone directs.
 from __future__ import annotations
 
 from dlrover.compat.client import comm
-from dlrover.compat.client.building import build_master_client
-from dlrover.compat.client.master_client import MasterClient
+from dlrover.compat.client.master_client import MasterClient, build_master_client
 from dlrover.protocol.messages.fleet import VersionType
 from dlrover.trainer.tensorflow.config import WORKER, own_task
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from dlrover.agreed import worker_failure
 from dlrover.core.decision import Decision, Handlers
-from dlrover.core.desired import is_running
 from dlrover.core.failures import blame
 from dlrover.core.failures.blame import Incident
 from dlrover.core.happenings import AnotherNode, JobEnds, WorkersFailed
@@ -45,7 +44,7 @@ def report_failure(command: ReportFailure, decision: Decision) -> Reply:
     )
     incident = state.restarts.incident
     is_known = incident is not None and incident.round == command.round
-    if is_known or (is_running(state, node) and command.round == rdzv.round):
+    if is_known or (decision.is_running(node) and command.round == rdzv.round):
         lived = command.lived if math.isfinite(command.lived) else 0.0
         shape = None if command.shape is UNSET else command.shape
         failed = WorkersFailed(first, lived, command.failures, command.reach, command.has_whole_state, shape)

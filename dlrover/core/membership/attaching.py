@@ -9,7 +9,6 @@ from collections.abc import Container
 from msgspec import Struct
 
 from dlrover.core.decision import Decision, Handlers
-from dlrover.core.desired import is_running
 from dlrover.core.happenings import AgentComes, RankContested, WorkersFailed
 from dlrover.core.membership import adoption
 from dlrover.core.membership.departures import finish, send_away
@@ -157,7 +156,7 @@ def _reattach(decision: Decision, node: Node, command: Attach) -> None:
 def _renew(decision: Decision, node: Node, command: Attach) -> None:
     """A new life of the agent: the workers of the old one are dead."""
     state, rdzv = decision.state, decision.state.rendezvous
-    was_running = is_running(state, node)
+    was_running = decision.is_running(node)
     # It was asked back and has not come: as far as anybody knows its workers ran until the agent died.
     was_stopping = node.id in rdzv.expected and rdzv.is_member(node.id)
     state.nodes.renew(node, command)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 from dlrover.core.decision import Decision
-from dlrover.core.desired import is_running
 from dlrover.core.happenings import AllFinished, JobEnds, NodeLost
 from dlrover.core.membership import adoption
 from dlrover.core.membership.forming import is_all_finished
@@ -74,7 +73,7 @@ def lose(decision: Decision, node: Node, life: NodeLife, why: str, **more: Any) 
         node=node,
         why=why,
         is_given_up=life is NodeLife.GONE,
-        was_running=is_running(state, node),
+        was_running=decision.is_running(node),
         was_member=rdzv.is_member(node.id) and not node.finished_round,
         was_claiming=node.id in rdzv.take_up.claims and not node.finished_round,
         **more,
@@ -128,7 +127,7 @@ def give_up(decision: Decision, node: Node) -> None:
 
 
 def on_node_dismissed(decision: Decision, node: Node, leave: Leave) -> None:
-    assert not is_running(decision.state, node), f"{node.label} is needed"
+    assert not decision.is_running(node), f"{node.label} is needed"
     decision.state.rendezvous.forget(node.id, node.rank)
     decision.state.rendezvous.blocks.pop(node.id, None)
     node.dismissed = leave

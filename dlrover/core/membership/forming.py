@@ -22,7 +22,7 @@ _NUM_NAMED = 8
 def choose_world(rdzv: Rendezvous, limits: Limits, now: Micros, *, limits_version: int = 0) -> tuple[World | None, str]:
     """Decide whether the open round completes, and say why or why not."""
     num_waiting = len(rdzv.waiting)
-    label = f"Round {rdzv.next_round}"
+    label = f"Round {rdzv.round + 1}"
     usable = limits.num_usable(num_waiting)
     if usable < limits.min_nodes:
         unit = f", in multiples of {limits.node_unit}" if limits.node_unit > 1 else ""
@@ -111,8 +111,10 @@ def too_few_at(rdzv: Rendezvous, limits: Limits) -> Micros | None:
     Not before those who were lost with their stream had a window for telling us that they finished, too. If the
     world itself was lost with a journal, it is unknown which nodes belong to it: then every node has that window.
     """
+    if rdzv.opening is None or not rdzv.finished:
+        return None
     num_left = len(rdzv.waiting) + rdzv.num_coming + rdzv.num_unattached
-    if rdzv.opening is None or not rdzv.finished or limits.num_usable(num_left) >= limits.min_nodes:
+    if limits.num_usable(num_left) >= limits.min_nodes:
         return None
     if rdzv.take_up.claims:
         return None  # a world is about to be known again

@@ -5,7 +5,6 @@ Rounds that open and complete: when the world grows or shrinks, when it is forme
 from __future__ import annotations
 
 from dlrover.core.decision import Decision
-from dlrover.core.desired import is_running
 from dlrover.core.happenings import (
     RoundOpened,
     TargetMoved,
@@ -69,7 +68,9 @@ def on_workers_failed(decision: Decision, failed: WorkersFailed) -> None:
     if failed.reason:
         assert state.terms is not None, "workers ran before any node attached"
         open_round(decision, StopCause.FAILURE, failed.reason, fault=failed.fault, first=failed.first)
-        failed.is_hopeless = are_too_few_left(state.rendezvous, state.limits, decision.now)
+        # Else all members can come back.
+        has_finished = bool(state.rendezvous.finished)
+        failed.is_hopeless = has_finished and are_too_few_left(state.rendezvous, state.limits, decision.now)
 
 
 def restart_workers(decision: Decision, reason: str) -> None:
@@ -94,7 +95,7 @@ def make_room(decision: Decision, why: str) -> None:
     there = [node for node in state.nodes.live.values() if not node.finished_round and node.dismissed is None]
     there.sort(key=lambda node: (not rdzv.is_member(node.id), node.rank))
     for node in there[limits.max_nodes + standby :]:
-        if not is_running(state, node) and node.id not in rdzv.take_up.claims:
+        if not decision.is_running(node) and node.id not in rdzv.take_up.claims:
             decision.announce(decision.on.node_dismissed, node, Leave("the job was scaled down", 0))
 
 
@@ -146,7 +147,7 @@ def advance(decision: Decision) -> bool:
         return True
     if _meet(decision):
         return True
-    if rdzv.is_active and terms.limits.pend_timeout is not None:
+    if terms.limits.pend_timeout is not None and rdzv.is_active:
         rdzv.bystanders.note_pending(pending(state), decision.now)
     return False
 

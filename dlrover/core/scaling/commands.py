@@ -21,7 +21,7 @@ from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, malformed
 from dlrover.protocol.messages.fleet import NodeType, Strategy
 from dlrover.protocol.messages.identity import Micros, micros
-from dlrover.protocol.messages.job import DeadlineKind, Done, ExitReason, FailureKind, Reply
+from dlrover.protocol.messages.job import DeadlineKind, Done, ExitReason, FailureKind, Reply, WorkerFailure
 from dlrover.protocol.messages.requests import MAX_REASON
 from dlrover.protocol.messages.scaling import (
     MAX_CUSTOM_FACTS,
@@ -232,8 +232,14 @@ def on_workers_failed(decision: Decision, failed: WorkersFailed) -> None:
         return
     if any(failure.kind is FailureKind.OUT_OF_MEMORY for failure in failed.failures) and state.fleet is not None:
         on_memory_ran_out(decision)
-    elif any(tuning.is_device_oom(failure) for failure in failed.failures):
+    elif any(map(_is_device_oom, failed.failures)):
         acting.shrink_batch(decision, failed.shape)
+
+
+def _is_device_oom(failure: WorkerFailure) -> bool:
+    """By the name of the exception: torch's, and those of libraries that follow it."""
+    names = (*failure.exceptions, failure.message.split(":")[0])
+    return failure.kind is FailureKind.MEMORY_ERROR and any("OutOfMemoryError" in name for name in names)
 
 
 def on_memory_ran_out(decision: Decision) -> None:

@@ -16,7 +16,6 @@ from dlrover.core.scaling.state import MeasuredRun, Scaling
 from dlrover.core.scaling.verdict import TOLERANCE, ScaleVerdict
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.identity import micros
-from dlrover.protocol.messages.job import FailureKind, WorkerFailure
 from dlrover.protocol.messages.scaling import (
     Configuration,
     ModelCard,
@@ -204,12 +203,6 @@ def halved(batch: int, records: int) -> SizePlan | None:
         return None
     smaller = largest_divisor(records, batch // 2)
     return SizePlan(micro_batch=smaller, accumulation=records // smaller)
-
-
-def is_device_oom(failure: WorkerFailure) -> bool:
-    """By the name of the exception: torch's, and those of libraries that follow it."""
-    names = (*failure.exceptions, failure.message.split(":")[0])
-    return failure.kind is FailureKind.MEMORY_ERROR and any("OutOfMemoryError" in name for name in names)
 
 
 def activation_mib(batch: int, card: ModelCard) -> float:

@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from dlrover.agent.decisions.departure import preempted
 from dlrover.protocol.messages.check import ExitClass
 from dlrover.protocol.messages.job import FailureKind
-from dlrover.simulator.masters.turning import CrashPoint
+from dlrover.simulator.masters.journal import CrashPoint
 from dlrover.simulator.nodes.cloud import VirtualCloud
 from dlrover.simulator.nodes.cluster import VirtualCluster
 from dlrover.simulator.nodes.platform import VirtualPlatform
+from dlrover.simulator.parts import AgentPart, SimulationPart, VirtualNode
 from dlrover.simulator.virtual_time import micros
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent, VirtualNode
-    from dlrover.simulator.simulation import Simulation
 
 STANDARD_MIX: dict[str, float] = {
     "worker-crash": 0.30,
@@ -129,17 +125,17 @@ def draw_faults(
     return tuple(faults)
 
 
-def _agent(sim: Simulation, fault: Fault) -> VirtualAgent | None:
+def _agent(sim: SimulationPart, fault: Fault) -> AgentPart | None:
     agents = [node.agent for node in sim.machines.nodes if node.agent is not None]
     return agents[fault.pick % len(agents)] if agents else None
 
 
-def _node(sim: Simulation, fault: Fault) -> VirtualNode | None:
+def _node(sim: SimulationPart, fault: Fault) -> VirtualNode | None:
     nodes = [node for node in sim.machines.nodes if node.is_powered]
     return nodes[fault.pick % len(nodes)] if nodes else None
 
 
-def _fail(sim: Simulation, fault: Fault, kind: FailureKind, traceback: str = "") -> bool:
+def _fail(sim: SimulationPart, fault: Fault, kind: FailureKind, traceback: str = "") -> bool:
     agent = _agent(sim, fault)
     if agent is None or agent.sleep.since is not None or not agent.workers.fail(kind, traceback):
         return False
@@ -147,24 +143,24 @@ def _fail(sim: Simulation, fault: Fault, kind: FailureKind, traceback: str = "")
     return True
 
 
-def _worker_crash(sim: Simulation, fault: Fault) -> bool:
+def _worker_crash(sim: SimulationPart, fault: Fault) -> bool:
     return _fail(sim, fault, FailureKind.SIGNAL if fault.amount < 0.5 else FailureKind.EXIT_CODE)
 
 
-def _worker_out_of_memory(sim: Simulation, fault: Fault) -> bool:
+def _worker_out_of_memory(sim: SimulationPart, fault: Fault) -> bool:
     return _fail(sim, fault, FailureKind.OUT_OF_MEMORY if fault.amount < 0.5 else FailureKind.MEMORY_ERROR)
 
 
-def _worker_bug(sim: Simulation, fault: Fault) -> bool:
+def _worker_bug(sim: SimulationPart, fault: Fault) -> bool:
     return _fail(sim, fault, FailureKind.EXCEPTION, f"Traceback: bug {fault.pick % 3}")
 
 
-def _port_taken(sim: Simulation, fault: Fault) -> bool:
+def _port_taken(sim: SimulationPart, fault: Fault) -> bool:
     sim.troubles.num_ports_taken += 1
     return True
 
 
-def _agent_killed(sim: Simulation, fault: Fault) -> bool:
+def _agent_killed(sim: SimulationPart, fault: Fault) -> bool:
     agent = _agent(sim, fault)
     if agent is None:
         return False
@@ -173,7 +169,7 @@ def _agent_killed(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _machine_gone(sim: Simulation, fault: Fault) -> bool:
+def _machine_gone(sim: SimulationPart, fault: Fault) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
@@ -182,7 +178,7 @@ def _machine_gone(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _power_loss(sim: Simulation, fault: Fault) -> bool:
+def _power_loss(sim: SimulationPart, fault: Fault) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
@@ -192,7 +188,7 @@ def _power_loss(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _preemption(sim: Simulation, fault: Fault) -> bool:
+def _preemption(sim: SimulationPart, fault: Fault) -> bool:
     agent = _agent(sim, fault)
     if agent is None or agent.me.is_leaving or agent.sleep.since is not None:
         return False
@@ -200,7 +196,7 @@ def _preemption(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _stand_still(sim: Simulation, fault: Fault, duration: int) -> bool:
+def _stand_still(sim: SimulationPart, fault: Fault, duration: int) -> bool:
     agent = _agent(sim, fault)
     if agent is None or not agent.sleep.begin():
         return False
@@ -209,16 +205,16 @@ def _stand_still(sim: Simulation, fault: Fault, duration: int) -> bool:
     return True
 
 
-def _stall(sim: Simulation, fault: Fault) -> bool:
+def _stall(sim: SimulationPart, fault: Fault) -> bool:
     """A busy node: no reason to do anything."""
     return _stand_still(sim, fault, fault.between(0.5, 30.0))
 
 
-def _freeze(sim: Simulation, fault: Fault) -> bool:
+def _freeze(sim: SimulationPart, fault: Fault) -> bool:
     return _stand_still(sim, fault, fault.between(25.0, 600.0))
 
 
-def _connection_break(sim: Simulation, fault: Fault) -> bool:
+def _connection_break(sim: SimulationPart, fault: Fault) -> bool:
     agent = _agent(sim, fault)
     if agent is None or agent.channel.connection is None or agent.sleep.since is not None:
         return False
@@ -226,7 +222,7 @@ def _connection_break(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _slow_link(sim: Simulation, fault: Fault) -> bool:
+def _slow_link(sim: SimulationPart, fault: Fault) -> bool:
     node = _node(sim, fault)
     if node is None or node.link.is_slow:
         return False
@@ -235,7 +231,7 @@ def _slow_link(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _cut(sim: Simulation, fault: Fault, *, up: bool, down: bool) -> bool:
+def _cut(sim: SimulationPart, fault: Fault, *, up: bool, down: bool) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
@@ -243,15 +239,15 @@ def _cut(sim: Simulation, fault: Fault, *, up: bool, down: bool) -> bool:
     return True
 
 
-def _partition(sim: Simulation, fault: Fault) -> bool:
+def _partition(sim: SimulationPart, fault: Fault) -> bool:
     return _cut(sim, fault, up=True, down=True)
 
 
-def _one_way_partition(sim: Simulation, fault: Fault) -> bool:
+def _one_way_partition(sim: SimulationPart, fault: Fault) -> bool:
     return _cut(sim, fault, up=fault.pick % 3 == 0, down=fault.pick % 3 != 0)
 
 
-def _duplicates(sim: Simulation, fault: Fault) -> bool:
+def _duplicates(sim: SimulationPart, fault: Fault) -> bool:
     node = _node(sim, fault)
     if node is None:
         return False
@@ -259,7 +255,7 @@ def _duplicates(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _clock_jump(sim: Simulation, fault: Fault) -> bool:
+def _clock_jump(sim: SimulationPart, fault: Fault) -> bool:
     agent = _agent(sim, fault)
     if agent is None:
         return False
@@ -267,7 +263,7 @@ def _clock_jump(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _slow_node(sim: Simulation, fault: Fault) -> bool:
+def _slow_node(sim: SimulationPart, fault: Fault) -> bool:
     node = _node(sim, fault)
     if node is None or node.is_slow:
         return False
@@ -276,43 +272,43 @@ def _slow_node(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _new_node(sim: Simulation, fault: Fault) -> bool:
+def _new_node(sim: SimulationPart, fault: Fault) -> bool:
     if not isinstance(sim.platform, VirtualPlatform):
         return False
     sim.platform.launch(None)
     return True
 
 
-def _master_crash(sim: Simulation, fault: Fault) -> bool:
+def _master_crash(sim: SimulationPart, fault: Fault) -> bool:
     """At once, or between two lines of the next turn."""
     points = [None, *CrashPoint]
     return sim.masters.crash(points[fault.pick % len(points)], downtime=fault.between(0.1, 60.0))
 
 
-def _master_power_loss(sim: Simulation, fault: Fault) -> bool:
+def _master_power_loss(sim: SimulationPart, fault: Fault) -> bool:
     return sim.masters.crash(None, downtime=fault.between(1.0, 300.0), is_seen=False)
 
 
-def _master_stall(sim: Simulation, fault: Fault) -> bool:
+def _master_stall(sim: SimulationPart, fault: Fault) -> bool:
     return sim.masters.stall(fault.between(0.5, 60.0))
 
 
-def _master_pause(sim: Simulation, fault: Fault) -> bool:
+def _master_pause(sim: SimulationPart, fault: Fault) -> bool:
     return sim.masters.stall(fault.between(0.5, 30.0))
 
 
-def _master_partition(sim: Simulation, fault: Fault) -> bool:
+def _master_partition(sim: SimulationPart, fault: Fault) -> bool:
     duration = fault.between(1.0, 400.0)
     for node in [node for node in sim.machines.nodes if node.is_powered]:
         sim.machines.cut_off(node, up=True, down=True, duration=duration, is_deep=False)
     return True
 
 
-def _two_masters(sim: Simulation, fault: Fault) -> bool:
+def _two_masters(sim: SimulationPart, fault: Fault) -> bool:
     return sim.masters.replace(sleep=fault.between(5.0, 200.0))
 
 
-def _disk_full(sim: Simulation, fault: Fault) -> bool:
+def _disk_full(sim: SimulationPart, fault: Fault) -> bool:
     if sim.masters.journal.is_full:
         return False
     sim.masters.journal.is_full = True
@@ -320,7 +316,7 @@ def _disk_full(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _disk_slow(sim: Simulation, fault: Fault) -> bool:
+def _disk_slow(sim: SimulationPart, fault: Fault) -> bool:
     if sim.masters.is_disk_slow:
         return False
     sim.masters.is_disk_slow = True
@@ -328,7 +324,7 @@ def _disk_slow(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _platform_refuses(sim: Simulation, fault: Fault) -> bool:
+def _platform_refuses(sim: SimulationPart, fault: Fault) -> bool:
     if sim.platform.is_refusing:
         return False
     sim.platform.is_refusing = True
@@ -336,7 +332,7 @@ def _platform_refuses(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _scaling(sim: Simulation, fault: Fault) -> bool:
+def _scaling(sim: SimulationPart, fault: Fault) -> bool:
     """A person wants more nodes, or fewer."""
     kinds = sim.shape.kinds_to_scale
     if kinds and (not sim.shape.is_one_world or fault.amount < 0.5):
@@ -347,49 +343,49 @@ def _scaling(sim: Simulation, fault: Fault) -> bool:
     return sim.people.scale(min(least, most) * unit, most * unit)
 
 
-def _journal_lost(sim: Simulation, fault: Fault) -> bool:
+def _journal_lost(sim: SimulationPart, fault: Fault) -> bool:
     """The disk of the master is gone with it; the next one knows nothing but what the agents tell."""
     return sim.masters.lose_journal(downtime=fault.between(0.5, 30.0))
 
 
-def _cloud(sim: Simulation) -> VirtualCloud | None:
+def _cloud(sim: SimulationPart) -> VirtualCloud | None:
     return sim.platform if isinstance(sim.platform, VirtualCloud) else None
 
 
-def _eviction(sim: Simulation, fault: Fault) -> bool:
+def _eviction(sim: SimulationPart, fault: Fault) -> bool:
     """A node is taken away by a job that needs it more."""
     cloud = _cloud(sim)
     return cloud is not None and cloud.evict(fault.pick, is_seen=True)
 
 
-def _node_vanishes(sim: Simulation, fault: Fault) -> bool:
+def _node_vanishes(sim: SimulationPart, fault: Fault) -> bool:
     """The same, and it is not shown before the next list."""
     cloud = _cloud(sim)
     return cloud is not None and cloud.evict(fault.pick, is_seen=False)
 
 
-def _node_fails(sim: Simulation, fault: Fault) -> bool:
+def _node_fails(sim: SimulationPart, fault: Fault) -> bool:
     cloud = _cloud(sim)
     return cloud is not None and cloud.fail(fault.pick, (201, 1, 247)[int(fault.amount * 3)])
 
 
-def _exchange(sim: Simulation, fault: Fault) -> bool:
+def _exchange(sim: SimulationPart, fault: Fault) -> bool:
     """A person wants another machine for a node."""
     return sim.people.exchange(fault.pick)
 
 
-def _suspension(sim: Simulation, fault: Fault) -> bool:
+def _suspension(sim: SimulationPart, fault: Fault) -> bool:
     """A person wants no more nodes to be launched for a while, and sometimes those that run, too."""
     is_releasing = fault.pick % 2 == 0
     return _cloud(sim) is not None and sim.people.suspend(fault.between(5.0, 1500.0), is_releasing=is_releasing)
 
 
-def _watch_breaks(sim: Simulation, fault: Fault) -> bool:
+def _watch_breaks(sim: SimulationPart, fault: Fault) -> bool:
     cloud = _cloud(sim)
     return cloud is not None and cloud.break_watch()
 
 
-def _cloud_away(sim: Simulation, fault: Fault) -> bool:
+def _cloud_away(sim: SimulationPart, fault: Fault) -> bool:
     cloud = _cloud(sim)
     if cloud is None or cloud.is_away:
         return False
@@ -399,7 +395,7 @@ def _cloud_away(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _followed_in_a_launch(sim: Simulation, fault: Fault) -> bool:
+def _followed_in_a_launch(sim: SimulationPart, fault: Fault) -> bool:
     """The master sleeps between the next entry in its ledger and the request that follows, and another takes over."""
     if not isinstance(sim.platform, VirtualCluster) or sim.platform.interruption is not None:
         return False
@@ -407,7 +403,7 @@ def _followed_in_a_launch(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-def _node_breaks(sim: Simulation, fault: Fault) -> bool:
+def _node_breaks(sim: SimulationPart, fault: Fault) -> bool:
     """It trains on; the next check will find it."""
     node = _node(sim, fault)
     if node is None or node.breakage is not None or sim.shape.check is None:
@@ -417,7 +413,7 @@ def _node_breaks(sim: Simulation, fault: Fault) -> bool:
     return True
 
 
-FAULTS: dict[str, Callable[[Simulation, Fault], bool]] = {
+FAULTS: dict[str, Callable[[SimulationPart, Fault], bool]] = {
     "worker-crash": _worker_crash,
     "worker-out-of-memory": _worker_out_of_memory,
     "worker-bug": _worker_bug,

@@ -4,15 +4,11 @@ Machines and what becomes of them: networks that are cut, machines that are lost
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.protocol.messages.job import NodeId
-from dlrover.simulator.nodes.agent import VirtualAgent, VirtualNode
+from dlrover.simulator.nodes.agent import VirtualAgent
+from dlrover.simulator.parts import AgentPart, SimulationPart, VirtualNode
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import SECOND, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.simulation import Simulation
 
 STEADY = 120 * SECOND
 """A node and a master that nothing has troubled for so long have found each other."""
@@ -21,11 +17,11 @@ STEADY = 120 * SECOND
 class Machines:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self.nodes: list[VirtualNode] = []
         self.num_launches = 0
-        self._agents: dict[NodeId, VirtualAgent] = {}
+        self._agents: dict[NodeId, AgentPart] = {}
         """By what the master calls them."""
         self.node_micros = 0
         self._counted_at = 0
@@ -70,13 +66,13 @@ class Machines:
 
     # Agents.
 
-    def attached(self, agent: VirtualAgent) -> None:
+    def attached(self, agent: AgentPart) -> None:
         self._agents[agent.id] = agent
         life = self._sim.ledger.lives.setdefault((agent.rank, agent.incarnation), agent.life)
         if life != agent.life:
             raise Violation("I6", f"incarnation {agent.incarnation} of rank {agent.rank} is given to two processes")
 
-    def agent_of(self, node: NodeId) -> VirtualAgent | None:
+    def agent_of(self, node: NodeId) -> AgentPart | None:
         agent = self._agents.get(node)
         return agent if agent is not None and agent.is_alive else None
 
@@ -84,7 +80,7 @@ class Machines:
         """The next master will call them otherwise."""
         self._agents.clear()
 
-    def kill_agent(self, agent: VirtualAgent) -> None:
+    def kill_agent(self, agent: AgentPart) -> None:
         """Its launcher starts another one."""
         sim, node = self._sim, agent.node
         agent.die(is_seen=True)
@@ -155,7 +151,7 @@ class Machines:
             node.agent.die(is_seen=is_seen)
         self._remove(node)
 
-    def exited(self, agent: VirtualAgent) -> None:
+    def exited(self, agent: AgentPart) -> None:
         self._sim.note(f"{agent.node.label} leaves")
         agent.node.exit_code = agent.leaving.exit_code
         self._remove(agent.node)

@@ -10,15 +10,10 @@ at which they stop coming through, and the one that comes first afterwards is se
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
-from dlrover.protocol.messages.frames import FromAgent, FromMaster
+from dlrover.simulator.parts import CLOSE, Close, Downward, Pulse, Upward, VirtualLink, VirtualStream
 from dlrover.simulator.shapes import Costs
 from dlrover.simulator.virtual_time import VirtualTime, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import VirtualMaster
-    from dlrover.simulator.nodes.agent import VirtualAgent
 
 KEEPALIVE = (10.0, 20.0)
 """Seconds after which an agent notices that nothing answers any more."""
@@ -26,76 +21,6 @@ HEARTBEAT = (0.0, 6.0)
 """Seconds that the newest heartbeat is old when they stop coming."""
 SLOW = 200
 """Times slower, on a slow link."""
-NUM_KEPT_CONNECTIONS = 4
-
-
-class Close:
-    """The other end closed the stream."""
-
-
-class Pulse:
-    """The first heartbeat that comes through again."""
-
-
-CLOSE = Close()
-PULSE = Pulse()
-
-Upward = FromAgent | Close | Pulse
-Downward = FromMaster | Close
-
-
-class VirtualLink:
-    """The way between one node and wherever the master is."""
-
-    __slots__ = ("connections", "duplicates", "is_slow", "num_cuts_down", "num_cuts_up")
-
-    def __init__(self) -> None:
-        self.num_cuts_up = 0
-        """Faults that hold what the node sends; several may overlap."""
-        self.num_cuts_down = 0
-        self.is_slow = False
-        self.duplicates = 0
-        """So many of the next requests arrive twice."""
-        self.connections: list[VirtualStream] = []
-        """The newest ones, also those that only one end has closed."""
-
-    @property
-    def is_cut(self) -> bool:
-        return self.num_cuts_up > 0 or self.num_cuts_down > 0
-
-    def keep(self, connection: VirtualStream) -> None:
-        self.connections.append(connection)
-        if len(self.connections) > NUM_KEPT_CONNECTIONS:
-            del self.connections[0]
-
-
-class VirtualStream:
-    """One stream. Each end believes what it has seen of it."""
-
-    __slots__ = (
-        "agent",
-        "down_at",
-        "held_down",
-        "held_up",
-        "is_lossy",
-        "is_open_below",
-        "link",
-        "master",
-        "up_at",
-    )
-
-    def __init__(self, agent: VirtualAgent, link: VirtualLink, master: VirtualMaster, now: int) -> None:
-        self.agent = agent
-        self.link = link
-        self.master = master
-        self.is_open_below = True
-        """At the agent. Whether it is at the master, the master knows."""
-        self.is_lossy = False
-        """It broke in a way that loses what is under way."""
-        self.up_at = now
-        self.down_at = now
-        self.held_up: list[Upward] = []
-        self.held_down: list[tuple[Downward, ...]] = []
 
 
 class Network:

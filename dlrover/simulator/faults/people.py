@@ -8,8 +8,6 @@ From the answer to a suspension until they want the job to go on, nothing may be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.messages.fleet import (
     LaunchNode,
@@ -24,11 +22,9 @@ from dlrover.protocol.messages.fleet import (
 from dlrover.protocol.messages.identity import micros
 from dlrover.protocol.messages.job import Command, Query
 from dlrover.simulator.nodes.cloud import VirtualCloud
+from dlrover.simulator.parts import SimulationPart
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import SECOND
-
-if TYPE_CHECKING:
-    from dlrover.simulator.simulation import Simulation
 
 ASK_AGAIN = 2 * SECOND
 NEW_PATIENCE = 300 * SECOND
@@ -38,7 +34,7 @@ NEW_PATIENCE = 300 * SECOND
 class People:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._question: SuspendJob | ResumeJob | None = None
         """What is not answered."""

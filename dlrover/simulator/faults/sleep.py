@@ -8,20 +8,18 @@ kills its workers before it talks to any other: others may have taken their plac
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlrover.simulator.faults.network import KEEPALIVE
+from dlrover.simulator.parts import AgentPart
 from dlrover.simulator.truth import worlds
 from dlrover.simulator.virtual_time import SECOND, micros
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
 
 
 class Sleep:
     """Of one agent."""
 
-    def __init__(self, agent: VirtualAgent) -> None:
+    def __init__(self, agent: AgentPart) -> None:
         self._agent = agent
         self._sim = agent.sim
         self.since: int | None = None

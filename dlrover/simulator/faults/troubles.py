@@ -8,13 +8,11 @@ here, and the checks ask here what they may expect.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlrover.simulator.faults.kinds import FAULTS, Fault
+from dlrover.simulator.parts import SimulationPart
 from dlrover.simulator.virtual_time import span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.simulation import Simulation
 
 STIRRED = 0.006
 """Seconds within which a fault follows the traffic that it shall meet."""
@@ -23,7 +21,7 @@ STIRRED = 0.006
 class Troubles:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._num_ongoing = 0
         self._ongoing: dict[Callable[[], None], None] = {}

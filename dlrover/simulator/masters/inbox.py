@@ -4,8 +4,6 @@ What comes in to a virtual master and waits for its next turn, with room for a b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.core.outcome import Origin
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.messages.checkpoint import AwaitSaveDuties
@@ -14,36 +12,15 @@ from dlrover.protocol.messages.frames import Refusal, Request
 from dlrover.protocol.messages.job import MAX_REQUESTS_IN_WORK, Attach, Command, MasterStarted, Query
 from dlrover.protocol.messages.kv import KvQuery
 from dlrover.protocol.messages.sync import SyncQuery
-from dlrover.simulator.masters.lines import VirtualLine
-
-if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import VirtualMaster
+from dlrover.simulator.parts import MasterPart, VirtualLine, VirtualWork
 
 SERVICE_TIME = 0.0005
-
-
-class VirtualWork:
-    """One command on its way through a turn."""
-
-    __slots__ = ("body", "id", "line", "origin")
-
-    def __init__(
-        self, body: Command | Query, line: VirtualLine | None = None, origin: Origin | None = None, id_: int = 0
-    ) -> None:
-        self.body = body
-        self.line = line
-        self.origin = origin
-        self.id = id_
-
-    @property
-    def is_from_outside(self) -> bool:
-        return self.line is not None
 
 
 class VirtualInbox:
     """Of one master."""
 
-    def __init__(self, master: VirtualMaster) -> None:
+    def __init__(self, master: MasterPart) -> None:
         self._master = master
         self._works: list[VirtualWork] = []
         self._num_in_work = 0

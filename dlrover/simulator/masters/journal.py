@@ -8,11 +8,22 @@ full disk.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 
 from dlrover.core.commit_order import RecordBatch, replay
 from dlrover.core.job import Job
 from dlrover.protocol.errors import DLRoverError, Unavailable
+
+
+class CrashPoint(enum.Enum):
+    """Between which two lines of a turn the master dies."""
+
+    STAGED = "after staging"
+    TAKEN = "after the batch was taken"
+    TORN = "while it writes, and the transaction is lost"
+    WRITTEN = "after the write, before anything is released"
+    HALF_RELEASED = "when half of it is released"
 
 
 class VirtualFenced(DLRoverError):

@@ -6,8 +6,6 @@ A finding stays until the job has settled it; a node that attaches meanwhile ref
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.core.membership.liveness import Liveness
 from dlrover.protocol.messages.job import (
     Attached,
@@ -18,34 +16,13 @@ from dlrover.protocol.messages.job import (
     NodeId,
     NodeSilent,
 )
-from dlrover.simulator.faults.network import CLOSE, VirtualStream
-
-if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import VirtualMaster
-
-Finding = NodeDisconnected | NodeSilent
-
-
-class VirtualLine:
-    """The master's end of one stream."""
-
-    __slots__ = ("attached_at", "connection", "has_presented", "held", "incarnation", "node", "told")
-
-    def __init__(self, connection: VirtualStream) -> None:
-        self.connection = connection
-        self.has_presented = False
-        self.node: NodeId | None = None
-        self.incarnation: Incarnation | None = None
-        self.attached_at = 0
-        self.told = -1
-        self.held: dict[int, None] = {}
-        """Refused for now: no greater number may pass before these."""
+from dlrover.simulator.parts import CLOSE, Finding, MasterPart, VirtualLine, VirtualStream
 
 
 class VirtualLines:
     """Owned by the master."""
 
-    def __init__(self, master: VirtualMaster) -> None:
+    def __init__(self, master: MasterPart) -> None:
         self._master = master
         self._network = master.sim.network
         self._lines: dict[VirtualStream, VirtualLine] = {}

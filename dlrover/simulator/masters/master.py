@@ -7,7 +7,6 @@ Its turns are those of the shipped loop (`turning.py`). The next life replays th
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
 from dlrover.core.commit_order import CommitSequence
 from dlrover.core.job import Job
@@ -21,16 +20,13 @@ from dlrover.protocol.messages.job import (
     NodeId,
     Query,
 )
-from dlrover.simulator.faults.network import CLOSE, PULSE, Downward, Upward, VirtualStream
 from dlrover.simulator.masters.inbox import VirtualInbox
-from dlrover.simulator.masters.journal import VirtualFenced
-from dlrover.simulator.masters.lines import VirtualLine, VirtualLines
+from dlrover.simulator.masters.journal import CrashPoint, VirtualFenced
+from dlrover.simulator.masters.lines import VirtualLines
 from dlrover.simulator.masters.master_time import MasterTime
-from dlrover.simulator.masters.turning import CrashPoint, VirtualTurning
+from dlrover.simulator.masters.turning import VirtualTurning
+from dlrover.simulator.parts import CLOSE, PULSE, Downward, SimulationPart, Upward, VirtualLine, VirtualStream
 from dlrover.simulator.virtual_time import SECOND
-
-if TYPE_CHECKING:
-    from dlrover.simulator.simulation import Simulation
 
 LONG_STALL = 5 * SECOND
 AFTERMATH = 10 * SECOND
@@ -43,7 +39,7 @@ TURN = 100
 class VirtualMaster:
     """One life of the master."""
 
-    def __init__(self, simulation: Simulation, job: Job, master_epoch: int) -> None:
+    def __init__(self, simulation: SimulationPart, job: Job, master_epoch: int) -> None:
         self.sim = simulation
         self.events = simulation.events
         self.journal = simulation.masters.journal

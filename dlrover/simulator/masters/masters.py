@@ -7,18 +7,12 @@ find what its predecessor had made durable. Agents that find no master wait here
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.simulator.masters import oversight
-from dlrover.simulator.masters.journal import VirtualJournal
+from dlrover.simulator.masters.journal import CrashPoint, VirtualJournal
 from dlrover.simulator.masters.master import FENCE_PERIOD, VirtualMaster
-from dlrover.simulator.masters.turning import CrashPoint
+from dlrover.simulator.parts import AgentPart, MasterPart, SimulationPart
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.simulation import Simulation
 
 LONGEST_PAUSE = 2.0
 
@@ -26,9 +20,9 @@ LONGEST_PAUSE = 2.0
 class Masters:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
-        self.newest: VirtualMaster | None = None
+        self.newest: MasterPart | None = None
         self.is_serving = False
         self.num_started = 0
         self._durable: bytes | None = None
@@ -37,7 +31,7 @@ class Masters:
         self.num_journals_lost = 0
         self.is_disk_slow = False
         self._disturbed_at = 0
-        self.seekers: dict[VirtualAgent, None] = {}
+        self.seekers: dict[AgentPart, None] = {}
 
     def start(self) -> None:
         sim = self._sim
@@ -59,11 +53,11 @@ class Masters:
         self.is_serving = True
         self._call_seekers()
 
-    def listening(self) -> VirtualMaster | None:
+    def listening(self) -> MasterPart | None:
         master = self.newest
         return master if master is not None and self.is_serving and master.is_awake else None
 
-    def wait_for_one(self, agent: VirtualAgent) -> None:
+    def wait_for_one(self, agent: AgentPart) -> None:
         self.seekers[agent] = None
 
     def _call_seekers(self) -> None:
@@ -96,7 +90,7 @@ class Masters:
             master.crash_point = point
         return True
 
-    def died(self, master: VirtualMaster, *, durable: bytes | None, why: str, is_seen: bool = True) -> None:
+    def died(self, master: MasterPart, *, durable: bytes | None, why: str, is_seen: bool = True) -> None:
         """`durable`: the state that the next one has to find, if that is known for certain."""
         self._sim.note(f"master epoch {master.master_epoch} dies {why}")
         master.die(is_seen=is_seen)
@@ -114,7 +108,7 @@ class Masters:
         self._sim.troubles.pass_by(duration, lambda: self._resume(master))
         return True
 
-    def _resume(self, master: VirtualMaster) -> None:
+    def _resume(self, master: MasterPart) -> None:
         self._disturb()
         master.resume()
         if master is self.newest:
@@ -133,7 +127,7 @@ class Masters:
         self._sim.troubles.pass_by(sleep, lambda: self._wake_replaced(old))
         return True
 
-    def _wake_replaced(self, old: VirtualMaster) -> None:
+    def _wake_replaced(self, old: MasterPart) -> None:
         old.resume()
         self._sim.events.after(FENCE_PERIOD, old.look_at_the_fence)
 
@@ -142,7 +136,7 @@ class Masters:
             if node.agent is not None:
                 node.agent.channel.keepalive_soon()
 
-    def fenced(self, master: VirtualMaster) -> None:
+    def fenced(self, master: MasterPart) -> None:
         self._sim.note(f"master epoch {master.master_epoch} is fenced")
         if master is self.newest:
             raise Violation("I6", "the newest master was fenced")

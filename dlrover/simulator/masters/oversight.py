@@ -4,7 +4,7 @@ Everything that masters decide and tell passes here, and is compared with what m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from dlrover.core.commit_order import RecordBatch
 from dlrover.core.job import Job
@@ -22,17 +22,14 @@ from dlrover.protocol.messages.job import (
     ReportFailure,
     TellNode,
 )
-from dlrover.simulator.truth.invariants import Touched, Violation, check_command, check_in_full, is_joined, is_stale
-
-if TYPE_CHECKING:
-    from dlrover.simulator.masters.inbox import VirtualWork
-    from dlrover.simulator.masters.master import VirtualMaster
-    from dlrover.simulator.simulation import Simulation
+from dlrover.simulator.parts import MasterPart, SimulationPart, VirtualWork
+from dlrover.simulator.truth.invariants import Violation, check_command, check_in_full, is_joined, is_stale
+from dlrover.simulator.truth.touched import Touched
 
 NUM_KEPT_WORLDS = 100
 
 
-def stage(sim: Simulation, master: VirtualMaster, work: VirtualWork, now: Micros) -> int:
+def stage(sim: SimulationPart, master: MasterPart, work: VirtualWork, now: Micros) -> int:
     """The one way into the core; raises `Rejected`, after a look at whether that left no trace."""
     job, command, origin = master.job, cast(Command, work.body), work.origin
     state = job.state
@@ -93,7 +90,7 @@ def stage(sim: Simulation, master: VirtualMaster, work: VirtualWork, now: Micros
     return ticket
 
 
-def _note_command(sim: Simulation, command: Command, verdict: str) -> None:
+def _note_command(sim: SimulationPart, command: Command, verdict: str) -> None:
     if sim.has_timeline:
         names = (
             "node",
@@ -113,7 +110,7 @@ def _note_command(sim: Simulation, command: Command, verdict: str) -> None:
         sim.note(f"    {type(command).__name__} {' '.join(values)} {verdict}".rstrip())
 
 
-def release(sim: Simulation, master: VirtualMaster, batch: RecordBatch | None) -> None:
+def release(sim: SimulationPart, master: MasterPart, batch: RecordBatch | None) -> None:
     """What is released now is seen by all: it must be durable, and of the newest master."""
     job = master.job
     if master.master_epoch != sim.masters.journal.master_epoch:
@@ -147,7 +144,7 @@ def release(sim: Simulation, master: VirtualMaster, batch: RecordBatch | None) -
         sim.ended_at = sim.events.now
 
 
-def check_restored(sim: Simulation, job: Job, durable: bytes | None) -> None:
+def check_restored(sim: SimulationPart, job: Job, durable: bytes | None) -> None:
     """What a new master replayed. `durable`: what it has to be, if that is known for certain."""
     if durable is not None:
         compare_restored(job, durable)
@@ -171,7 +168,7 @@ def compare_restored(job: Job, durable: bytes) -> None:
         raise Violation("I5", f"after the replay of {job.number} commands the state is not what it was")
 
 
-def _follow_limits(sim: Simulation, job: Job) -> None:
+def _follow_limits(sim: SimulationPart, job: Job) -> None:
     """The platform gives what the job shall have."""
     if job.state.terms is not None and job.state.terms.limits != sim.limits:
         sim.limits = job.state.terms.limits
@@ -179,7 +176,7 @@ def _follow_limits(sim: Simulation, job: Job) -> None:
         sim.platform.scale(sim.limits.max_nodes + sim.shape.spares)
 
 
-def _note_world(sim: Simulation, job: Job) -> None:
+def _note_world(sim: SimulationPart, job: Job) -> None:
     world, ledger = job.state.rendezvous.world, sim.ledger
     if world is None:
         return

@@ -8,7 +8,6 @@ then the room is another one. Words get lost with the master that hears them, as
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 from dlrover.protocol.messages.fleet import NodePhase, NodeType
 from dlrover.protocol.messages.identity import NodeRank, PlatformId
@@ -22,11 +21,8 @@ from dlrover.protocol.messages.scaling import (
     RunMeasured,
     TypeUse,
 )
+from dlrover.simulator.parts import MasterPart, SimulationPart
 from dlrover.simulator.virtual_time import SECOND
-
-if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import VirtualMaster
-    from dlrover.simulator.simulation import Simulation
 
 LOOK = 30 * SECOND
 WARM_UP = 10.0
@@ -41,7 +37,7 @@ BATCH = 960
 class Statistics:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._chance = random.Random(f"{simulation.plan.seed}/statistics")
         self._world = ""
@@ -110,7 +106,7 @@ class Statistics:
             NodeUse(platform_node=node.id, rank=NodeRank(node.rank), wait_per_step=step_time * self._chance.random()),
         )
 
-    def _look_at_cluster(self, master: VirtualMaster) -> None:
+    def _look_at_cluster(self, master: MasterPart) -> None:
         state = master.job.state
         cluster, fleet = state.cluster, state.fleet
         if cluster is None or fleet is None or not cluster.is_settled or cluster.finished_at is not None:

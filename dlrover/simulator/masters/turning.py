@@ -7,43 +7,27 @@ transaction had reached the disk.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from dlrover.core.commit_order import RecordBatch
 from dlrover.master.loop.turn import COMING_BACK, NO_SPIN, Turn, finding_of
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.frames import Answer, Push, Refusal
 from dlrover.protocol.messages.job import Attached, DeadlinePassed, Micros, NodeId, Query
-from dlrover.simulator.faults.network import Downward, VirtualStream
 from dlrover.simulator.masters import oversight
-from dlrover.simulator.masters.inbox import VirtualWork
-from dlrover.simulator.masters.journal import VirtualFenced
+from dlrover.simulator.masters.journal import CrashPoint, VirtualFenced
+from dlrover.simulator.parts import Downward, MasterPart, VirtualStream, VirtualWork
 from dlrover.simulator.virtual_time import SECOND, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import VirtualMaster
 
 RETRY_PERIOD = SECOND
 SLOW_DISK = 300
 """Times slower."""
 
 
-class CrashPoint(enum.Enum):
-    """Between which two lines of a turn the master dies."""
-
-    STAGED = "after staging"
-    TAKEN = "after the batch was taken"
-    TORN = "while it writes, and the transaction is lost"
-    WRITTEN = "after the write, before anything is released"
-    HALF_RELEASED = "when half of it is released"
-
-
 class VirtualTurning:
     """Of one master."""
 
-    def __init__(self, master: VirtualMaster) -> None:
+    def __init__(self, master: MasterPart) -> None:
         self._master = master
         self._sim = master.sim
         self._has_begun = False

@@ -7,7 +7,7 @@ that heals itself (`channel.py`), what waits for an answer (`outbox.py`), the wo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from msgspec.structs import replace
 
@@ -35,8 +35,6 @@ from dlrover.agent.decisions.decisions import AgentDecisions, AgentTerms
 from dlrover.agent.decisions.departure import Departure
 from dlrover.agent.decisions.strategies import FailoverStrategy, told_after
 from dlrover.protocol.error_codes import ErrorCode
-from dlrover.protocol.messages.check import ExitClass
-from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.frames import Request
 from dlrover.protocol.messages.job import (
     AgentCommand,
@@ -49,24 +47,19 @@ from dlrover.protocol.messages.job import (
     JoinRendezvous,
     NodeId,
     NodeRank,
-    PlatformId,
     ReportFailure,
 )
-from dlrover.simulator.faults.network import VirtualLink
 from dlrover.simulator.faults.sleep import Sleep
 from dlrover.simulator.nodes.channel import VirtualChannel
 from dlrover.simulator.nodes.leaving import VirtualLeaving
 from dlrover.simulator.nodes.outbox import VirtualOutbox
 from dlrover.simulator.nodes.workers import Workers
+from dlrover.simulator.parts import CheckGroup, SimulationPart, VirtualNode
 from dlrover.simulator.truth import worlds
 from dlrover.simulator.truth.saves import is_of_saves
 from dlrover.simulator.truth.store import is_of_the_store
 from dlrover.simulator.truth.syncs import is_of_syncs
 from dlrover.simulator.virtual_time import SECOND, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.checks import CheckGroup
-    from dlrover.simulator.simulation import Simulation
 
 THINKING = (0.0, 5.0)
 """Seconds that an extension takes to say what shall follow a failure."""
@@ -78,44 +71,10 @@ LOSING = (0.1, 20.0)
 """Seconds after a join until the offered port turns out to be taken."""
 
 
-class VirtualNode:
-    """One launch on one machine: agents come and go on it."""
-
-    def __init__(self, number: int, rank: int | None) -> None:
-        self.number = number
-        self.rank = rank
-        """Asked for; None lets the master choose."""
-        self.link = VirtualLink()
-        self.is_powered = True
-        self.is_power_lost = False
-        self.is_slow = False
-        self.agent: VirtualAgent | None = None
-        self.num_agents = 0
-        self.num_ports = 0
-        self.platform_id = PlatformId(-1)
-        """What the platform knows it by; -1: no platform brought it."""
-        self.fleet_rank = -1
-        self.node_type = NodeType.WORKER
-        self.breakage: ExitClass | None = None
-        """How a node check fails on it; None: it does not."""
-        self.is_sluggish = False
-        """Slow in a node check."""
-        self.num_deep_cuts = 0
-        """Its processes cannot reach those of others."""
-        self.exit_code: int | None = None
-        """Of an agent that ended by itself."""
-        self.disturbed_at = 0
-        """When something last happened to it that could keep it from joining."""
-
-    @property
-    def label(self) -> str:
-        return f"node {self.number}"
-
-
 class VirtualAgent:
     """One process. Killed, it is gone; the launcher starts another one on the same node."""
 
-    def __init__(self, simulation: Simulation, node: VirtualNode) -> None:
+    def __init__(self, simulation: SimulationPart, node: VirtualNode) -> None:
         self.sim = simulation
         self.node = node
         node.agent = self

@@ -9,17 +9,13 @@ a while, and say so. From then on they use the new cluster; until then the old o
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 from dlrover.core.job import Job
 from dlrover.protocol.messages.fleet import AskPsNodes, NodePhase, NodeType, PsNode, PsNodes, PsReady
 from dlrover.protocol.messages.job import Command, Query, Reply
+from dlrover.simulator.parts import CloudNode, CloudPart, SimulationPart
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.cloud import CloudNode, VirtualCloud
-    from dlrover.simulator.simulation import Simulation
 
 LOOK = (5.0, 40.0)
 """Seconds between two looks of who runs beside: at the servers, and at whether the training is done."""
@@ -30,23 +26,23 @@ SWITCH = (0.5, 40.0)
 class AgentlessPrograms:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._chance = random.Random(f"{simulation.plan.seed}/beside")
         self._used: tuple[PsNode, ...] = ()
         """The servers with which the workers work, as they were told."""
         self._version = 0
         """Of the cluster, when they were told."""
-        self._cloud: VirtualCloud | None = None
+        self._cloud: CloudPart | None = None
         self._question: AskPsNodes | None = None
         self._is_switching = False
 
-    def begin(self, cloud: VirtualCloud) -> None:
+    def begin(self, cloud: CloudPart) -> None:
         self._cloud = cloud
         if len(cloud.spec.replicas) > 1:
             self._look(cloud)
 
-    def _look(self, cloud: VirtualCloud) -> None:
+    def _look(self, cloud: CloudPart) -> None:
         sim = self._sim
         if sim.is_over:
             return

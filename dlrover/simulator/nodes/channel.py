@@ -7,16 +7,12 @@ passed on. What waits for an answer outlives a stream: that is the outbox.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.agent.decisions.decisions import AgentTerms
 from dlrover.protocol.messages.frames import Answer, Push, Refusal
 from dlrover.protocol.messages.job import Attached, Desired
-from dlrover.simulator.faults.network import CLOSE, KEEPALIVE, PULSE, Downward, VirtualStream
+from dlrover.simulator.faults.network import KEEPALIVE
+from dlrover.simulator.parts import CLOSE, PULSE, AgentPart, Downward, VirtualStream
 from dlrover.simulator.virtual_time import SECOND, micros, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
 
 ATTACH_TIMEOUT = 30 * SECOND
 MASTER_GRACE = micros(AgentTerms().master_grace)
@@ -29,7 +25,7 @@ FIRST_PAUSE = 0.02
 class VirtualChannel:
     """Of one agent."""
 
-    def __init__(self, agent: VirtualAgent) -> None:
+    def __init__(self, agent: AgentPart) -> None:
         self._agent = agent
         self._sim = agent.sim
         self.connection: VirtualStream | None = None

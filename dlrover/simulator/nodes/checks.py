@@ -7,15 +7,10 @@ So does a member that dies, sleeps or never comes. A slow one makes all of its g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.protocol.messages.check import ExitClass, ReportCheck
 from dlrover.protocol.messages.job import Round, WorldSpec
+from dlrover.simulator.parts import AgentPart, CheckGroup, SimulationPart
 from dlrover.simulator.virtual_time import micros, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.simulation import Simulation
 
 TASK = (2.0, 3.0)
 """Seconds that a healthy group takes."""
@@ -24,29 +19,15 @@ FAILING = (3.0, 30.0)
 """Seconds until a task notices that a collective will not complete."""
 
 
-class CheckGroup:
-    """One small world."""
-
-    __slots__ = ("is_late", "is_over", "members", "seconds", "world")
-
-    def __init__(self, world: WorldSpec) -> None:
-        self.world = world
-        self.members: list[VirtualAgent] = []
-        self.seconds = 0.0
-        self.is_late = False
-        """Its agents will not wait for the end of the task."""
-        self.is_over = False
-
-
 class CheckRuns:
     """Owned by the simulation; agents enter and leave."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._groups: dict[tuple[Round, str], CheckGroup] = {}
         """By round and coordinator: an agent that restarts may get the port of its former check again."""
 
-    def enter(self, agent: VirtualAgent, world: WorldSpec) -> None:
+    def enter(self, agent: AgentPart, world: WorldSpec) -> None:
         chance = self._sim.chance.nodes
         group = self._groups.setdefault((world.round, world.coordinator), CheckGroup(world))
         group.members.append(agent)
@@ -64,11 +45,11 @@ class CheckRuns:
         group.seconds = duration / 1e6
         self._sim.events.after(min(duration, timeout), self._end, group)
 
-    def leave(self, agent: VirtualAgent) -> None:
+    def leave(self, agent: AgentPart) -> None:
         """Its task is stopped, or it died with it."""
         agent.check = None
 
-    def _end_alone(self, group: CheckGroup, agent: VirtualAgent) -> None:
+    def _end_alone(self, group: CheckGroup, agent: AgentPart) -> None:
         """Partners that have not come until now will not come."""
         if len(group.members) < group.world.group_world_size and agent.check is group:
             self._report(group, agent, ExitClass.SETUP)
@@ -88,10 +69,10 @@ class CheckRuns:
             else:
                 self._report(group, member, ExitClass.OK if is_complete and not bad else ExitClass.COMMUNICATION)
 
-    def _is_failing(self, member: VirtualAgent, *, has_partners: bool) -> bool:
+    def _is_failing(self, member: AgentPart, *, has_partners: bool) -> bool:
         return member.node.breakage is ExitClass.COMPUTE or (member.node.breakage is not None and has_partners)
 
-    def _report(self, group: CheckGroup, agent: VirtualAgent, exit_class: ExitClass) -> None:
+    def _report(self, group: CheckGroup, agent: AgentPart, exit_class: ExitClass) -> None:
         if agent.check is not group or not agent.is_alive:
             return
         agent.check = None

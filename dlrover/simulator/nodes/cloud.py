@@ -8,8 +8,6 @@ Calls are slow, answers get lost, events come late or twice, and now and then it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
 from dlrover.protocol.messages.fleet import (
     DefineFleet,
@@ -22,20 +20,16 @@ from dlrover.protocol.messages.fleet import (
     NodePhase,
     NodesListed,
     NodeType,
-    PlatformNode,
     RemoveNode,
     exit_reason_of,
 )
 from dlrover.protocol.messages.job import Command, PlatformId, Query
 from dlrover.protocol.messages.scaling import DefineScaling
-from dlrover.simulator.nodes.agent import VirtualAgent, VirtualNode
-from dlrover.simulator.nodes.platform import REFUSAL_PAUSE, NodeSource, draw_health
+from dlrover.simulator.nodes.agent import VirtualAgent
+from dlrover.simulator.nodes.platform import REFUSAL_PAUSE, draw_health
+from dlrover.simulator.parts import CloudNode, MasterPart, NodeSource, SimulationPart, VirtualNode
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import SECOND, micros, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import VirtualMaster
-    from dlrover.simulator.simulation import Simulation
 
 CALL = (0.005, 0.5)
 NEWS = (0.005, 2.0)
@@ -58,51 +52,10 @@ EVICTED_ODDS = 0.3
 Intent = LaunchNode | RemoveNode
 
 
-class CloudNode:
-    """One launch that the cloud took."""
-
-    __slots__ = ("exit_code", "exit_reason", "has_ended", "is_going", "is_ours", "launch", "node", "phase")
-
-    def __init__(self, launch: LaunchNode) -> None:
-        self.launch = launch
-        self.phase = NodePhase.PENDING
-        self.exit_reason = NodeExit.NONE
-        self.exit_code: int | None = None
-        self.node: VirtualNode | None = None
-        self.is_going = False
-        """Its removal was asked for, or it is being taken away."""
-        self.is_ours = False
-        """The job asked for its removal."""
-        self.has_ended = False
-        """Of one without an agent: its program has ended, whether or not the platform has noticed."""
-
-    @property
-    def is_alone(self) -> bool:
-        """It runs, without an agent, and is well."""
-        is_there = self.phase is NodePhase.RUNNING and not self.is_going and not self.has_ended
-        return is_there and self.launch.node_type is not NodeType.WORKER and self.node is None
-
-    def shown(self) -> PlatformNode:
-        launch = self.launch
-        return PlatformNode(
-            id=launch.id,
-            node_type=launch.node_type,
-            rank=launch.rank,
-            phase=self.phase,
-            exit_reason=self.exit_reason,
-            exit_code=self.exit_code,
-            host=f"machine-{launch.id}",
-            name=launch.name,
-            relaunch_count=launch.relaunch_count,
-            group=launch.group,
-            service_address=launch.service_address,
-        )
-
-
 class CloudDriver:
     """Of one life of a master."""
 
-    def __init__(self, master: VirtualMaster, now: int) -> None:
+    def __init__(self, master: MasterPart, now: int) -> None:
         self.master = master
         self.lanes: dict[PlatformId, Intent] = {}
         """What shall become of a node; only the newest intent counts."""
@@ -118,7 +71,7 @@ class CloudDriver:
 class VirtualCloud(NodeSource):
     """Brings and removes nodes as the job asks for it."""
 
-    def __init__(self, simulation: Simulation, spec: FleetSpec) -> None:
+    def __init__(self, simulation: SimulationPart, spec: FleetSpec) -> None:
         super().__init__(simulation)
         self.spec = spec
         self.master_epoch = 0
@@ -146,7 +99,7 @@ class VirtualCloud(NodeSource):
 
     # The driver.
 
-    def serve(self, master: VirtualMaster) -> None:
+    def serve(self, master: MasterPart) -> None:
         """A master has begun."""
         driver = self.driver = CloudDriver(master, self.sim.events.now)
         if self.sim.shape.scaling is not None:
@@ -159,7 +112,7 @@ class VirtualCloud(NodeSource):
     ) -> None:
         driver.master.hear(word)
 
-    def word_lost(self, master: VirtualMaster, word: Command | Query) -> None:
+    def word_lost(self, master: MasterPart, word: Command | Query) -> None:
         """It could not be written. A list repairs whatever was missed."""
         driver = self.driver
         if driver is None or driver.master is not master:
@@ -172,7 +125,7 @@ class VirtualCloud(NodeSource):
                 driver.told.pop(word.node, None)
             self._watch_soon(driver, 0.5, 5.0)
 
-    def take(self, master: VirtualMaster, intent: Intent) -> None:
+    def take(self, master: MasterPart, intent: Intent) -> None:
         """What the job decided, as soon as it is durable."""
         if isinstance(intent, RemoveNode):
             if intent.id not in self.asked_to_remove:

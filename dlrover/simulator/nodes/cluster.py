@@ -9,8 +9,6 @@ agent still stops its workers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.agent.decisions.departure import preempted
 from dlrover.platforms.base import StaleMaster
 from dlrover.platforms.kubernetes.job.ledger_state import LedgerEntry, LedgerState, entered, settled
@@ -24,13 +22,10 @@ from dlrover.protocol.messages.fleet import (
     exit_reason_of,
 )
 from dlrover.protocol.messages.job import PlatformId
-from dlrover.simulator.nodes.agent import VirtualNode
-from dlrover.simulator.nodes.cloud import CALL, NOTICED, CloudDriver, CloudNode, Intent, VirtualCloud
+from dlrover.simulator.nodes.cloud import CALL, NOTICED, CloudDriver, Intent, VirtualCloud
+from dlrover.simulator.parts import CloudNode, SimulationPart, VirtualNode
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import SECOND, micros, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.simulation import Simulation
 
 GRACE = (1.0, 60.0)
 """Seconds from the deletion to the kill of a pod whose agent does not end by itself."""
@@ -54,7 +49,7 @@ UNWANTED = 900.0
 class VirtualCluster(VirtualCloud):
     """Pods of one job, with their ledger."""
 
-    def __init__(self, simulation: Simulation, spec: FleetSpec) -> None:
+    def __init__(self, simulation: SimulationPart, spec: FleetSpec) -> None:
         super().__init__(simulation, spec)
         self.ledger = LedgerState()
         self._version = 0

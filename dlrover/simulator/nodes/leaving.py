@@ -6,14 +6,10 @@ A farewell that was heard, or was not heard in time, is the last word, because a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.agent.decisions.departure import Departure
 from dlrover.protocol.messages.job import LeaveJob
+from dlrover.simulator.parts import AgentPart
 from dlrover.simulator.virtual_time import SECOND
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
 
 FAREWELL = 2 * SECOND
 
@@ -21,7 +17,7 @@ FAREWELL = 2 * SECOND
 class VirtualLeaving:
     """Of one agent."""
 
-    def __init__(self, agent: VirtualAgent) -> None:
+    def __init__(self, agent: AgentPart) -> None:
         self._agent = agent
         self._sim = agent.sim
         self._departure: Departure | None = None

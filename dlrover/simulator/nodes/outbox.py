@@ -7,23 +7,18 @@ an answer that is lost is not missed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.protocol.messages.cluster import ClusterCommand
 from dlrover.protocol.messages.frames import Answer, Refusal, Request
 from dlrover.protocol.messages.job import AgentCommand, Query
-from dlrover.simulator.faults.network import VirtualStream
+from dlrover.simulator.parts import AgentPart, VirtualStream
 from dlrover.simulator.truth.data import is_of_data
 from dlrover.simulator.virtual_time import span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
 
 
 class VirtualOutbox:
     """Of one agent."""
 
-    def __init__(self, agent: VirtualAgent) -> None:
+    def __init__(self, agent: AgentPart) -> None:
         self._agent = agent
         self._sim = agent.sim
         self._waiting: dict[int, AgentCommand] = {}

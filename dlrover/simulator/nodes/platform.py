@@ -4,17 +4,10 @@ Where virtual nodes come from: a platform that replaces what was lost, in its ow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.protocol.messages.check import ExitClass
-from dlrover.protocol.messages.fleet import LaunchNode, RemoveNode
-from dlrover.protocol.messages.job import Command, PlatformId, Query
-from dlrover.simulator.nodes.agent import VirtualAgent, VirtualNode
+from dlrover.simulator.nodes.agent import VirtualAgent
+from dlrover.simulator.parts import NodeSource, SimulationPart, VirtualNode
 from dlrover.simulator.virtual_time import span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.masters.master import VirtualMaster
-    from dlrover.simulator.simulation import Simulation
 
 REFUSAL_PAUSE = (10.0, 30.0)
 """Seconds until a refused launch is tried again."""
@@ -22,45 +15,10 @@ LONGEST_START = 2.0
 """Seconds over which the first nodes of a job come."""
 
 
-class NodeSource:
-    """What a simulation needs of where its nodes come from. One that the job knows nothing of hears nothing of it."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.sim = simulation
-        self.is_refusing = False
-        self.started: dict[PlatformId, None] = {}
-        """Every node of a fleet that ever ran."""
-
-    @property
-    def num_pending(self) -> int:
-        """What is under way and has not happened."""
-        raise NotImplementedError
-
-    def begin(self) -> None:
-        """The simulation begins."""
-
-    def scale(self, target: int) -> None:
-        """The job has other limits now."""
-
-    def serve(self, master: VirtualMaster) -> None:
-        """A master has begun to serve."""
-
-    def take(self, master: VirtualMaster, intent: LaunchNode | RemoveNode) -> None:
-        """A job without a fleet asks for nothing."""
-        raise AssertionError(f"nobody can be asked for {intent}")
-
-    def word_lost(self, master: VirtualMaster, word: Command | Query) -> None:
-        """Something that was told to the master was not written."""
-
-    def replace(self, lost: VirtualNode) -> None:
-        """A node is gone for good."""
-        raise NotImplementedError
-
-
 class VirtualPlatform(NodeSource):
     """Keeps as many nodes as the job shall have, behind its back."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         super().__init__(simulation)
         self._num_pending = 0
         """Launches that were asked for and have not happened."""
@@ -109,7 +67,7 @@ class VirtualPlatform(NodeSource):
         VirtualAgent(self.sim, node)
 
 
-def draw_health(simulation: Simulation, node: VirtualNode) -> None:
+def draw_health(simulation: SimulationPart, node: VirtualNode) -> None:
     """Some machines are bad from the beginning; only a node check can tell."""
     if simulation.shape.check is None:
         return

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -38,21 +37,16 @@ from dlrover.protocol.messages.data import (
     DataCommand,
     DatasetSpec,
     ExchangeShards,
-    LeasedShard,
     RegisterDataset,
     ShardsGiven,
     Supply,
 )
 from dlrover.protocol.messages.fleet import NodeType, RemoveNode
 from dlrover.protocol.messages.job import AgentCommand, Command, ExitReason, Query, Reply
+from dlrover.simulator.parts import AgentPart, SimulationPart, VirtualGroup
 from dlrover.simulator.truth.invariants import Violation
-from dlrover.simulator.truth.variables import ModelStorage, StoredModel, Update, Variables
+from dlrover.simulator.truth.variables import PARKED, ModelStorage, StoredModel, Update, Variables, VirtualTask
 from dlrover.simulator.virtual_time import SECOND, micros, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.nodes.workers import VirtualGroup
-    from dlrover.simulator.simulation import Simulation
 
 BINDING = (0.05, 1.0)
 RESTORING = (0.1, 10.0)
@@ -81,71 +75,12 @@ _PATIENCE = {
     ClusterPhase.PARKING: PARK_PATIENCE,
     ClusterPhase.SAVING: SAVE_PATIENCE,
 }
-_PARKED = (ClusterPhase.PARKING, ClusterPhase.SAVING)
-
-
-class VirtualTask:
-    """One process."""
-
-    def __init__(self, tasks: VirtualTasks, agent: VirtualAgent, group: VirtualGroup) -> None:
-        task = group.world.task
-        assert task is not None, "of a world"
-        self.tasks, self.agent, self.group = tasks, agent, group
-        self.kind, self.version = task.node_type, task.version
-        self.label = f"{task.node_type.value}-{task.rank}"
-        self.address = "" if self.kind is NodeType.EVALUATOR else f"host-{agent.node.number}"
-        self.view = VersionView()
-        self.variables: Variables | None = None
-        self.restored: StoredModel | None = None
-        self.restored_into: Variables | None = None
-        """Of a chief that restores, and has perhaps not been heard yet."""
-        self.is_opening = False
-        """A session is being opened."""
-        self.is_over = False
-        """It was told so."""
-        self.parked_for = 0
-        """Number of the park that it has told of."""
-        self.asked_for = -1
-        """Number of the last park when it asked for one."""
-        self.is_saving = False
-        self.is_busy = False
-        """In a step that takes long."""
-        self.is_finishing = False
-        """All data are read, or the last save is under way."""
-        self.has_registered = False
-        self.has_read_all = False
-        self.shards: list[LeasedShard] = []
-        self.done: dict[int, int] = {}
-        self.untold: list[tuple[Consumption, Update]] = []
-        self.telling: list[Update] | None = None
-        """Of an exchange whose answer is awaited."""
-
-    @property
-    def is_running(self) -> bool:
-        group = self.group
-        return self.agent.is_alive and self.agent.workers.group is group and group.is_up and not group.is_stopping
-
-    @property
-    def can_act(self) -> bool:
-        return self.is_running and not self.is_over and self.agent.sleep.since is None
-
-    def reaches(self, other: VirtualTask) -> bool:
-        is_cut = self.agent.node.num_deep_cuts or other.agent.node.num_deep_cuts
-        return other.is_running and other.agent.sleep.since is None and not (is_cut and other.agent is not self.agent)
-
-    @property
-    def is_parked(self) -> bool:
-        return self.view.phase in _PARKED and self.parked_for == self.view.num_parks
-
-    @property
-    def has_variables(self) -> bool:
-        return self.variables is not None and all(map(self.reaches, self.variables.servers))
 
 
 class VirtualTasks:
     """Of a job with parameter servers whose nodes have agents. Takes the place of `DataTraffic` there."""
 
-    def __init__(self, simulation: Simulation, spec: DatasetSpec) -> None:
+    def __init__(self, simulation: SimulationPart, spec: DatasetSpec) -> None:
         self._sim = simulation
         self._spec = spec
         self._chance = random.Random(f"{simulation.plan.seed}/tasks")
@@ -173,8 +108,8 @@ class VirtualTasks:
 
     # Processes begin.
 
-    def started(self, agent: VirtualAgent, group: VirtualGroup) -> None:
-        task = VirtualTask(self, agent, group)
+    def started(self, agent: AgentPart, group: VirtualGroup) -> None:
+        task = VirtualTask(agent, group)
         self._tasks[agent.node.label] = task
         self._sim.events.after(span(self._chance, *BINDING), self._bind, task)
 
@@ -247,7 +182,7 @@ class VirtualTasks:
                 self._sim.events.after(span(self._chance, *EVALUATION), task.agent.workers.finish, "")
         elif task.variables is None:
             self._open(task)
-        elif task.view.phase in _PARKED:
+        elif task.view.phase in PARKED:
             self._park(task)
         elif task.is_finishing:
             self._finish(task)
@@ -301,7 +236,7 @@ class VirtualTasks:
         variables = task.variables
         if variables is None or not task.has_variables or task.is_parked or task.is_saving or task.is_finishing:
             return
-        if task.view.phase in _PARKED:
+        if task.view.phase in PARKED:
             self._park(task)
             return
         if self._chance.random() < SLOW_ODDS:
@@ -451,12 +386,12 @@ class VirtualTasks:
         whole = replace(command, node=agent.id, incarnation=agent.incarnation, round=task.group.world.round)
         self._told[agent.life, agent.outbox.tell(whole)] = (task, heard)
 
-    def answered(self, agent: VirtualAgent, number: int, command: AgentCommand, reply: Reply) -> None:
+    def answered(self, agent: AgentPart, number: int, command: AgentCommand, reply: Reply) -> None:
         task, heard = self._told.pop((agent.life, number), (None, None))
         if task is not None and heard is not None and task.is_running:
             heard(reply)
 
-    def refused(self, agent: VirtualAgent, number: int) -> None:
+    def refused(self, agent: AgentPart, number: int) -> None:
         task, _ = self._told.pop((agent.life, number), (None, None))
         if task is not None:
             task.is_over = True

@@ -7,8 +7,6 @@ first, however often the wish changes meanwhile.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.agent.decisions.last_breath import DEATHS
 from dlrover.protocol.messages.job import (
     FailureKind,
@@ -19,11 +17,9 @@ from dlrover.protocol.messages.job import (
     WorkerFailure,
     WorldSpec,
 )
+from dlrover.simulator.parts import AgentPart, VirtualGroup
 from dlrover.simulator.truth import worlds
 from dlrover.simulator.virtual_time import SECOND, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
 
 PATIENCE = (0.0, 1.0)
 """Seconds for workers to fail as the others did, before they are stopped."""
@@ -33,24 +29,10 @@ LATE_FAILURE_ODDS = 0.02
 _SIGNALS = {FailureKind.SIGNAL: 11, FailureKind.OUT_OF_MEMORY: 9, FailureKind.STOPPED_BY_US: 9}
 
 
-class VirtualGroup:
-    """The workers of one round on one node."""
-
-    __slots__ = ("finishes_at", "is_stopping", "is_up", "started_at", "world")
-
-    def __init__(self, world: WorldSpec, now: int) -> None:
-        self.world = world
-        self.started_at = now
-        self.is_up = False
-        """All were forked; before they are being started."""
-        self.is_stopping = False
-        self.finishes_at: int | None = None
-
-
 class Workers:
     """Of one agent."""
 
-    def __init__(self, agent: VirtualAgent) -> None:
+    def __init__(self, agent: AgentPart) -> None:
         self._agent = agent
         self._sim = agent.sim
         self.group: VirtualGroup | None = None

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import enum
 import random
-from typing import TYPE_CHECKING
 
 from dlrover.agent.decisions.last_breath import BreathTalk, Heard
 from dlrover.agreed.last_breath import Offer
 from dlrover.host.shared_page.breath_words import BreathAnswer, BreathOrder
+from dlrover.simulator.parts import SimulationPart, VirtualGroup
 from dlrover.simulator.truth.invariants import Violation
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.workers import VirtualGroup
-    from dlrover.simulator.simulation import Simulation
 
 RIGHT, WRONG = 1, 2
 WRONG_ODDS = 0.05
@@ -169,7 +165,7 @@ class VirtualBreath:
 class LastBreaths:
     """Owned by the simulation; workers tell it when they fail."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._chance = random.Random(f"{simulation.plan.seed}/breaths")
         self.num_breaths = 0

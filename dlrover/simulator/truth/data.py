@@ -17,7 +17,7 @@ to happen finds some of their messages under way.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -45,12 +45,9 @@ from dlrover.protocol.messages.data import (
 )
 from dlrover.protocol.messages.identity import Incarnation, NodeId
 from dlrover.protocol.messages.job import AgentCommand, Command, ExitReason, Micros, Reply, Round
+from dlrover.simulator.parts import AgentPart, SimulationPart
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import micros, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.simulation import Simulation
 
 NUM_BEATS = 60
 """Of a job that nothing disturbs."""
@@ -105,7 +102,7 @@ class Kept(Struct, frozen=True):
 class VirtualReader:
     """One worker."""
 
-    def __init__(self, agent: VirtualAgent, local_rank: int) -> None:
+    def __init__(self, agent: AgentPart, local_rank: int) -> None:
         self.agent = agent
         self.incarnation = agent.incarnation
         self.local_rank = local_rank
@@ -127,7 +124,7 @@ class ReadingWorld:
     """The workers of one round."""
 
     def __init__(
-        self, first: VirtualAgent, model: Model, text: str, readers: list[VirtualReader], *, is_explicit: bool
+        self, first: AgentPart, model: Model, text: str, readers: list[VirtualReader], *, is_explicit: bool
     ) -> None:
         self.first = first
         """On its node is global rank 0, which speaks for all."""
@@ -155,7 +152,7 @@ class ReadingWorld:
 class DataTraffic:
     """Owned by the simulation of a job that has a dataset."""
 
-    def __init__(self, simulation: Simulation, spec: DatasetSpec) -> None:
+    def __init__(self, simulation: SimulationPart, spec: DatasetSpec) -> None:
         self._sim = simulation
         self._spec = spec
         self._chance = random.Random(f"{simulation.plan.seed}/data")
@@ -351,15 +348,13 @@ class DataTraffic:
         reader.is_asking = True
         self._tell(world, reader, reader.agent, message)
 
-    def _register(self, agent: VirtualAgent, world: ReadingWorld, local_rank: int) -> RegisterDataset:
+    def _register(self, agent: AgentPart, world: ReadingWorld, local_rank: int) -> RegisterDataset:
         return RegisterDataset(dataset=self._spec.name, spec=self._spec, local_rank=local_rank, **_who(agent, world))
 
-    def _tell(
-        self, world: ReadingWorld, reader: VirtualReader | None, agent: VirtualAgent, command: AgentCommand
-    ) -> None:
+    def _tell(self, world: ReadingWorld, reader: VirtualReader | None, agent: AgentPart, command: AgentCommand) -> None:
         self._told[agent.life, agent.outbox.tell(command)] = (world, reader)
 
-    def answered(self, agent: VirtualAgent, number: int, command: AgentCommand, reply: Reply) -> None:
+    def answered(self, agent: AgentPart, number: int, command: AgentCommand, reply: Reply) -> None:
         world, reader = self._told.pop((agent.life, number), (None, None))
         if world is None or not _is_running(agent, world):
             return  # nobody is left who would hear it
@@ -381,7 +376,7 @@ class DataTraffic:
             reader.unused.append(shard.id)
         reader.shards.extend(given.shards)
 
-    def refused(self, agent: VirtualAgent, number: int) -> None:
+    def refused(self, agent: AgentPart, number: int) -> None:
         world, _ = self._told.pop((agent.life, number), (None, None))
         if world is not None:
             world.is_spoiled = True
@@ -397,7 +392,7 @@ class DataTraffic:
 
     # Models.
 
-    def _take_snapshot(self, agent: VirtualAgent, world: ReadingWorld) -> None:
+    def _take_snapshot(self, agent: AgentPart, world: ReadingWorld) -> None:
         """Of the whole model. What it has seen and the job may not know, it says itself."""
         group = agent.workers.group
         is_training = group is not None and self._sim.training.is_training(group.world.coordinator)
@@ -502,7 +497,7 @@ class DataTraffic:
                 raise Violation("I3", f"the audit finds {finding.repeated or finding.missing}")
 
 
-def _who(agent: VirtualAgent, world: ReadingWorld) -> dict[str, Any]:
+def _who(agent: AgentPart, world: ReadingWorld) -> dict[str, Any]:
     return {"node": agent.id, "incarnation": agent.incarnation, "round": world.round}
 
 
@@ -511,11 +506,11 @@ def _order(model: Model) -> tuple[int, int]:
     return model.round, model.step
 
 
-def _is_first(agent: VirtualAgent) -> bool:
+def _is_first(agent: AgentPart) -> bool:
     return agent.workers.group is not None and agent.workers.group.world.group_rank == 0
 
 
-def _is_running(agent: VirtualAgent, world: ReadingWorld) -> bool:
+def _is_running(agent: AgentPart, world: ReadingWorld) -> bool:
     """Whether its workers of that world are there."""
     group = agent.workers.group
     return agent.is_alive and group is not None and group.world.round == world.round and not group.is_stopping

@@ -21,14 +21,10 @@ Those of checkpoints (I4), data (I3), parameter servers, suspensions and sync po
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
 
-from dlrover.core.checkpoints.state import NewestCommit
 from dlrover.core.desired import wish_of
 from dlrover.core.job import Job
-from dlrover.core.membership.nodes import Opening
 from dlrover.core.membership.rendezvous import Rendezvous
-from dlrover.core.outcome import Origin
 from dlrover.protocol.messages.fleet import (
     DefineFleet,
     LaunchRefused,
@@ -53,16 +49,14 @@ from dlrover.protocol.messages.job import (
     JobEnd,
     JoinRendezvous,
     MasterStarted,
-    Micros,
     Run,
     StopJob,
 )
 from dlrover.protocol.messages.scaling import DefineScaling, RoomSeen, RunMeasured
+from dlrover.simulator.parts import SimulationPart
 from dlrover.simulator.shapes import Shape
+from dlrover.simulator.truth.touched import Touched
 from dlrover.simulator.virtual_time import SECOND
-
-if TYPE_CHECKING:
-    from dlrover.simulator.simulation import Simulation
 
 BOUND = 420 * SECOND
 """I8: virtual time from the end of the last trouble to new progress. Forty seconds until silence is believed, thirty of
@@ -93,31 +87,6 @@ class Violation(Exception):
 
     def __reduce__(self) -> tuple[type[Violation], tuple[str, str]]:
         return Violation, (self.invariant, self.sentence)
-
-
-class Touched(NamedTuple):
-    """One command that was applied, and what was true just before."""
-
-    command: Command
-    origin: Origin | None
-    round: int
-    num_restarts: int
-    num_spent: int
-    """Of these, the ones that were charged to a node rank."""
-    num_without_progress: int
-    is_stale: bool
-    """It named a node in a life that was not the current one."""
-    is_repeated: bool
-    """Its number had been applied before."""
-    had_end: bool
-    num_checks: int
-    """Checks that had a verdict."""
-    committed: dict[str, NewestCommit]
-    """The newest checkpoint of each directory."""
-    call: tuple[Micros, Opening | None]
-    """When the call of the open round began, and what opened it."""
-    has_joined: bool
-    """It is a join of a node that waits already, or is absent."""
 
 
 _OF_NO_NODE = (
@@ -158,7 +127,7 @@ def is_joined(rdzv: Rendezvous, command: Command) -> bool:
     return command.node in rdzv.waiting or command.node in rdzv.absent
 
 
-def _old_lives_change_nothing(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _old_lives_change_nothing(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     name = type(touched.command).__name__
     if touched.is_stale:
         return f"{name} of a former life was accepted: {touched.command}"
@@ -167,7 +136,7 @@ def _old_lives_change_nothing(sim: Simulation, job: Job, touched: Touched) -> st
     return None
 
 
-def _new_world_is_right(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _new_world_is_right(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     state, rdzv = job.state, job.state.rendezvous
     if rdzv.round == touched.round or rdzv.world is None:
         return None
@@ -197,7 +166,7 @@ def _new_world_is_right(sim: Simulation, job: Job, touched: Touched) -> str | No
     return None
 
 
-def _coordinator_is_fresh(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _coordinator_is_fresh(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     """A socket of an old round may still live; a worker that connects to it would meet the wrong world."""
     rdzv = job.state.rendezvous
     if rdzv.round == touched.round or rdzv.world is None:
@@ -208,18 +177,18 @@ def _coordinator_is_fresh(sim: Simulation, job: Job, touched: Touched) -> str | 
     return None
 
 
-def _repeated_joins_prolong_nothing(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _repeated_joins_prolong_nothing(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     rdzv, (began_at, opening) = job.state.rendezvous, touched.call
     if touched.has_joined and rdzv.opening is opening and rdzv.call_began_at != began_at:
         return f"the call of round {rdzv.next_round} began at {began_at}, and a repeated join moved it to {rdzv.call_began_at}"
     return None
 
 
-def _tracker_never_goes_back(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _tracker_never_goes_back(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     return sim.saves.explain_step_back(job, touched.committed)
 
 
-def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _budget_is_kept(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     restarts, terms = job.state.restarts, job.state.terms
     if restarts.num_restarts == touched.num_restarts or terms is None:
         return None
@@ -236,11 +205,11 @@ def _budget_is_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
     return None
 
 
-def _only_progress_counts(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _only_progress_counts(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     return sim.restarts.explain_count(job, touched)
 
 
-def _relaunches_are_kept(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _relaunches_are_kept(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     fleet = job.state.fleet
     for node_type, replicas in () if fleet is None else fleet.replicas.items():
         for rank, spent in replicas.spent.items():
@@ -252,7 +221,7 @@ def _relaunches_are_kept(sim: Simulation, job: Job, touched: Touched) -> str | N
     return None
 
 
-def _ranks_have_one_node(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _ranks_have_one_node(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     fleet = job.state.fleet
     for node_type in () if fleet is None else fleet.replicas:
         assert fleet is not None, "types of no fleet"
@@ -262,7 +231,7 @@ def _ranks_have_one_node(sim: Simulation, job: Job, touched: Touched) -> str | N
     return None
 
 
-def _blame_is_just(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _blame_is_just(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     """Of a check during which nothing happened to any node."""
     check = job.state.check
     if check.num_checks == touched.num_checks or not sim.troubles.was_calm_since(sim.check_began_at):
@@ -278,13 +247,13 @@ def _blame_is_just(sim: Simulation, job: Job, touched: Touched) -> str | None:
     return None
 
 
-def _end_has_a_reason(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _end_has_a_reason(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     if touched.had_end or job.end is None:
         return None
     return explain_end(sim, job, job.end)
 
 
-def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
+def explain_end(sim: SimulationPart, job: Job, end: JobEnd) -> str | None:
     """Nothing if what the simulation knows explains why the job ended so."""
     terms = job.state.terms or sim.terms  # the job itself knows none before its first node has come
     policy, charged = terms.restarts, sim.ledger.chargeable
@@ -335,7 +304,7 @@ def explain_end(sim: Simulation, job: Job, end: JobEnd) -> str | None:
     return None
 
 
-def _states_agree_with_wishes(sim: Simulation, job: Job) -> str | None:
+def _states_agree_with_wishes(sim: SimulationPart, job: Job) -> str | None:
     state = job.state
     for node in state.nodes.live.values():
         if node.desired.wish != wish_of(state, node):
@@ -345,7 +314,7 @@ def _states_agree_with_wishes(sim: Simulation, job: Job) -> str | None:
     return None
 
 
-def _one_world_is_active(sim: Simulation, job: Job) -> str | None:
+def _one_world_is_active(sim: SimulationPart, job: Job) -> str | None:
     if sim.tasks is not None:
         return None  # each process of a cluster has a start of its own
     running = [node.desired.wish.world for node in job.state.nodes.live.values() if isinstance(node.desired.wish, Run)]
@@ -356,7 +325,7 @@ def _one_world_is_active(sim: Simulation, job: Job) -> str | None:
     return None
 
 
-def _each_node_has_one_place(sim: Simulation, job: Job) -> str | None:
+def _each_node_has_one_place(sim: SimulationPart, job: Job) -> str | None:
     state, nodes, rdzv = job.state, job.state.nodes, job.state.rendezvous
     if sim.tasks is not None:
         return None  # nobody meets in a cluster
@@ -376,12 +345,12 @@ def _each_node_has_one_place(sim: Simulation, job: Job) -> str | None:
     return None
 
 
-def _snapshot_is_the_state(sim: Simulation, job: Job) -> str | None:
+def _snapshot_is_the_state(sim: SimulationPart, job: Job) -> str | None:
     data = job.encode()
     return None if Job.decode(data).encode() == data else "a decoded snapshot is another state"
 
 
-def _time_is_accounted_for(sim: Simulation, job: Job) -> str | None:
+def _time_is_accounted_for(sim: SimulationPart, job: Job) -> str | None:
     goodput = job.state.goodput
     for rank, place in goodput.places.items():
         if (total := sum(goodput.totals(place, job.now).values())) != (lived := goodput.lived(place, job.now)):
@@ -389,7 +358,7 @@ def _time_is_accounted_for(sim: Simulation, job: Job) -> str | None:
     return None
 
 
-def _nobody_waits_for_the_dead(sim: Simulation, job: Job, touched: Touched) -> str | None:
+def _nobody_waits_for_the_dead(sim: SimulationPart, job: Job, touched: Touched) -> str | None:
     sync, live = job.state.sync, job.state.nodes.live
     for round_, name in sync.open.values():
         for node in sync.points[round_][name].missing:
@@ -398,7 +367,7 @@ def _nobody_waits_for_the_dead(sim: Simulation, job: Job, touched: Touched) -> s
     return None
 
 
-def _agents_obey(sim: Simulation, job: Job) -> str | None:
+def _agents_obey(sim: SimulationPart, job: Job) -> str | None:
     """Who is attached and undisturbed runs what the master wants, not something older."""
     if sim.troubles.calm_for() < sim.bound or job.end is not None:
         return None
@@ -419,7 +388,7 @@ def _agents_obey(sim: Simulation, job: Job) -> str | None:
     return None
 
 
-def _agents_give_up(sim: Simulation, job: Job) -> str | None:
+def _agents_give_up(sim: SimulationPart, job: Job) -> str | None:
     """Without a master for longer than they may stay."""
     for node in sim.machines.nodes:
         if node.agent is not None and node.agent.channel.is_overdue():
@@ -427,7 +396,7 @@ def _agents_give_up(sim: Simulation, job: Job) -> str | None:
     return None
 
 
-def _intents_are_done(sim: Simulation, job: Job) -> str | None:
+def _intents_are_done(sim: SimulationPart, job: Job) -> str | None:
     """What the job wants of its platform is asked for until it is so, whatever became of the master who decided it."""
     fleet = job.state.fleet
     if (
@@ -445,13 +414,13 @@ def _intents_are_done(sim: Simulation, job: Job) -> str | None:
     return None
 
 
-def _has_just_changed_itself(sim: Simulation, job: Job) -> bool:
+def _has_just_changed_itself(sim: SimulationPart, job: Job) -> bool:
     """A job that finds its own size wants other nodes in calm times, too."""
     changed_at = job.state.scaling.changed_at
     return sim.shape.scaling is not None and changed_at is not None and job.state.now - changed_at <= sim.bound
 
 
-def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
+def _servers_are_settled(sim: SimulationPart, job: Job) -> str | None:
     is_settled = job.end is None and sim.troubles.calm_for() > sim.bound and not sim.people.want_pause
     if sim.tasks is not None:
         fleet = job.state.fleet
@@ -460,11 +429,11 @@ def _servers_are_settled(sim: Simulation, job: Job) -> str | None:
     return sim.agentless.check_calm(job) if is_settled else None
 
 
-def _phases_have_an_end(sim: Simulation, job: Job) -> str | None:
+def _phases_have_an_end(sim: SimulationPart, job: Job) -> str | None:
     return None if sim.tasks is None else sim.tasks.check_patience(job)
 
 
-def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
+def _calm_brings_progress(sim: SimulationPart, job: Job) -> str | None:
     calm = sim.troubles.calm_for()
     if calm <= sim.bound or job.end is not None or not sim.machines.has_enough():
         return None
@@ -476,8 +445,8 @@ def _calm_brings_progress(sim: Simulation, job: Job) -> str | None:
     return None
 
 
-Check = Callable[["Simulation", Job], str | None]
-CommandCheck = Callable[["Simulation", Job, Touched], str | None]
+Check = Callable[[SimulationPart, Job], str | None]
+CommandCheck = Callable[[SimulationPart, Job, Touched], str | None]
 
 AFTER_COMMAND: list[tuple[str, CommandCheck]] = [
     ("I6", _old_lives_change_nothing),
@@ -508,7 +477,7 @@ IN_FULL: list[tuple[str, Check]] = [
 ]
 
 
-def check_command(sim: Simulation, job: Job, touched: Touched) -> None:
+def check_command(sim: SimulationPart, job: Job, touched: Touched) -> None:
     if sim.shape.scaling is not None and (broken := sim.scaling.check(job, touched.command)) is not None:
         raise Violation(*broken)
     for invariant, check in AFTER_COMMAND:
@@ -516,7 +485,7 @@ def check_command(sim: Simulation, job: Job, touched: Touched) -> None:
             raise Violation(invariant, sentence)
 
 
-def check_in_full(sim: Simulation, job: Job) -> None:
+def check_in_full(sim: SimulationPart, job: Job) -> None:
     for invariant, check in IN_FULL:
         if (sentence := check(sim, job)) is not None:
             raise Violation(invariant, sentence)

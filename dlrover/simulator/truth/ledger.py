@@ -7,13 +7,9 @@ disk enter here what they did, and the checks hold the core to it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.job import Incarnation, NodeId, NodeRank, Round
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
+from dlrover.simulator.parts import AgentPart
 
 
 class Ledger:
@@ -47,7 +43,7 @@ class Ledger:
         self.num_alarms = 0
         """Nodes that were given up, and workers that were killed for having slept too long."""
 
-    def heard_answer(self, agent: VirtualAgent, sequence: int) -> None:
+    def heard_answer(self, agent: AgentPart, sequence: int) -> None:
         life = (agent.id, agent.incarnation)
         self.answered[life] = max(sequence, self.answered.get(life, 0))
 
@@ -59,12 +55,12 @@ class Ledger:
         self.applied.clear()
         self.answered.clear()
 
-    def charge(self, agent: VirtualAgent) -> None:
+    def charge(self, agent: AgentPart) -> None:
         self.chargeable[agent.rank] = self.chargeable.get(agent.rank, 0) + 1
         self._of_processes[agent.life] = self._of_processes.get(agent.life, 0) + 1
         self.fail_node(agent.node.fleet_rank, agent.node.node_type)
 
-    def rename(self, agent: VirtualAgent) -> None:
+    def rename(self, agent: AgentPart) -> None:
         """A master without its journal knows the process by another rank, and may hear of its failures only now."""
         failed = self._of_processes.get(agent.life, 0)
         self.chargeable[agent.rank] = self.chargeable.get(agent.rank, 0) + failed

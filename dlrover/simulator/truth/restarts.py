@@ -7,17 +7,15 @@ checked against the steps that the training really took and against all restarts
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dlrover.agreed.reach import NOTHING_TOLD, furthest, is_further
 from dlrover.core.failures.blame import Incident
 from dlrover.core.job import Job
 from dlrover.protocol.messages.job import RestartPolicy
 from dlrover.protocol.messages.watch import Reach
-
-if TYPE_CHECKING:
-    from dlrover.simulator.simulation import Simulation
-    from dlrover.simulator.truth.invariants import Touched
+from dlrover.simulator.parts import SimulationPart
+from dlrover.simulator.truth.touched import Touched
 
 
 class Furthest(NamedTuple):
@@ -36,7 +34,7 @@ class Furthest(NamedTuple):
 class RestartTruth:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._furthest: dict[int, Furthest] = {0: Furthest()}
         """By the number of restarts: a master that dies before its disk has seen a restart takes it back, and the next one counts it again."""

@@ -10,7 +10,6 @@ not forgotten by a later master of the same journal.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 from dlrover.core.checkpoints.state import NewestCommit
 from dlrover.core.job import Job
@@ -24,12 +23,9 @@ from dlrover.protocol.messages.checkpoint import (
     ShardWritten,
 )
 from dlrover.protocol.messages.job import AgentCommand, Done, Query, Reply, Round
+from dlrover.simulator.parts import AgentPart, SimulationPart
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.simulation import Simulation
 
 DIRECTORY = "/shared/run"
 MOST_WRITERS = 3
@@ -47,7 +43,7 @@ FAILURE_ODDS = 0.1
 class SaveTraffic:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._chance = random.Random(f"{simulation.plan.seed}/saves")
         self._num_attempts = 0
@@ -91,7 +87,7 @@ class SaveTraffic:
             self._sim.events.after(span(self._chance, *writing), self._write, agent, attempt, shard)
         return attempt
 
-    def _write(self, agent: VirtualAgent, attempt: str, shard: int) -> None:
+    def _write(self, agent: AgentPart, attempt: str, shard: int) -> None:
         if not agent.is_alive or agent.workers.group is None:
             return
         self._written[attempt][shard] = None
@@ -115,17 +111,17 @@ class SaveTraffic:
         for seconds in LOOKS:
             self._sim.events.after(span(self._chance, seconds, 2 * seconds), self._look, agent)
 
-    def _look(self, agent: VirtualAgent) -> None:
+    def _look(self, agent: AgentPart) -> None:
         if agent.is_alive and agent.incarnation:
             agent.outbox.ask(AwaitSaveDuties(node=agent.id, incarnation=agent.incarnation))
 
-    def read(self, agent: VirtualAgent, query: Query, reply: Reply) -> None:
+    def read(self, agent: AgentPart, query: Query, reply: Reply) -> None:
         match query, reply:
             case AwaitSaveDuties(), SaveDuties(commits=commits):
                 for duty in commits:
                     self._sim.events.after(span(self._chance, *COMMITTING), self._commit, agent, duty)
 
-    def _commit(self, agent: VirtualAgent, duty: CommitCheckpoint) -> None:
+    def _commit(self, agent: AgentPart, duty: CommitCheckpoint) -> None:
         if not agent.is_alive or agent.sleep.since is not None:
             return
         if len(self._written[duty.attempt]) != self._shards[duty.attempt]:

@@ -7,7 +7,7 @@ The truth keeps its own list of what was decided, so a core that forgets its bra
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dlrover.core.fleet.fleet import Fleet
 from dlrover.core.job import Job
@@ -15,10 +15,8 @@ from dlrover.core.scaling.facts import cost_of_change
 from dlrover.protocol.messages.cluster import ClusterPhase
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.scaling import RoomSeen, RunMeasured, ScaleDecision, ScaleOutcome
+from dlrover.simulator.parts import SimulationPart
 from dlrover.simulator.virtual_time import SECOND
-
-if TYPE_CHECKING:
-    from dlrover.simulator.simulation import Simulation
 
 WINDOW = 1800 * SECOND
 HOUR = 3600 * SECOND
@@ -36,7 +34,7 @@ class Move(NamedTuple):
 class ScalingTruth:
     """Owned by the simulation."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self.journal_lost()
 

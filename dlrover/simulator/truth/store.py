@@ -9,17 +9,13 @@ than what was ever asked for, and nothing that a worker was told or has read is 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 from dlrover.core.job import Job
 from dlrover.protocol.messages.job import AgentCommand, Query, Reply, Round
 from dlrover.protocol.messages.kv import KvAdd, KvCommand, KvCompareSet, KvGet, KvNumber, KvSet, KvValues
+from dlrover.simulator.parts import AgentPart, SimulationPart
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.simulation import Simulation
 
 NUM_SPEAKERS = 2
 """Agents that use the store at each fault."""
@@ -28,7 +24,7 @@ NUM_SPEAKERS = 2
 class StoreTraffic:
     """Owned by the simulation. Keys are those of one journal: the next one begins without them."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._chance = random.Random(f"{simulation.plan.seed}/store")
         self._num_journals = 1
@@ -52,7 +48,7 @@ class StoreTraffic:
             if agent.sleep.since is None:
                 self._speak(agent)
 
-    def _speak(self, agent: VirtualAgent) -> None:
+    def _speak(self, agent: AgentPart) -> None:
         shared, own = self._key("all"), self._key(agent.life)
         for key in (shared, own):
             self._count(key)

@@ -10,7 +10,6 @@ A barrier is open as often as it was opened.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 from dlrover.protocol.messages.job import AgentCommand, Query, Reply, Round
 from dlrover.protocol.messages.sync import (
@@ -22,12 +21,9 @@ from dlrover.protocol.messages.sync import (
     SyncJoined,
     SyncState,
 )
+from dlrover.simulator.parts import AgentPart, SimulationPart
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import SECOND, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.simulation import Simulation
 
 APART = (0.0, 2.0)
 """Seconds between the workers of one node."""
@@ -55,7 +51,7 @@ class SyncWait:
 class SyncTraffic:
     """Owned by the simulation. Names are those of one journal: the next one begins without them."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulationPart) -> None:
         self._sim = simulation
         self._chance = random.Random(f"{simulation.plan.seed}/syncs")
         self._waits: dict[str, SyncWait] = {}
@@ -84,7 +80,7 @@ class SyncTraffic:
 
     # Sync points.
 
-    def _come(self, agent: VirtualAgent, coordinator: str) -> None:
+    def _come(self, agent: AgentPart, coordinator: str) -> None:
         if not agent.workers.runs(coordinator):
             return
         former = self._waits.get(agent.life)
@@ -99,10 +95,10 @@ class SyncTraffic:
             self._sim.events.after(span(self._chance, *APART), self._join, agent, wait, local_rank)
         self._sim.events.after(span(self._chance, *ASK), self._ask, agent, wait)
 
-    def _is_there(self, agent: VirtualAgent, wait: SyncWait) -> bool:
+    def _is_there(self, agent: AgentPart, wait: SyncWait) -> bool:
         return agent.is_alive and self._waits.get(agent.life) is wait and agent.workers.runs(wait.coordinator)
 
-    def _join(self, agent: VirtualAgent, wait: SyncWait, local_rank: int) -> None:
+    def _join(self, agent: AgentPart, wait: SyncWait, local_rank: int) -> None:
         if self._is_there(agent, wait) and local_rank not in wait.joined:
             wait.joined[local_rank] = None
             agent.outbox.tell_soon(
@@ -115,7 +111,7 @@ class SyncTraffic:
                 )
             )
 
-    def _ask(self, agent: VirtualAgent, wait: SyncWait) -> None:
+    def _ask(self, agent: AgentPart, wait: SyncWait) -> None:
         """Until it is reached. The others are on their way, if they can."""
         sim = self._sim
         if wait.is_reached or not self._is_there(agent, wait):
@@ -129,15 +125,15 @@ class SyncTraffic:
                 sim.events.after(span(self._chance, *FOLLOW), self._come_after, peer, wait)
         sim.events.after(span(self._chance, *ASK), self._ask, agent, wait)
 
-    def _come_after(self, agent: VirtualAgent, first: SyncWait) -> None:
+    def _come_after(self, agent: AgentPart, first: SyncWait) -> None:
         if not first.is_reached and not self._has_come(agent, first):
             self._come(agent, first.coordinator)
 
-    def _has_come(self, agent: VirtualAgent, first: SyncWait) -> bool:
+    def _has_come(self, agent: AgentPart, first: SyncWait) -> bool:
         wait = self._waits.get(agent.life)
         return wait is not None and wait.coordinator == first.coordinator and wait.generation >= first.generation
 
-    def _check_reached(self, agent: VirtualAgent, wait: SyncWait) -> None:
+    def _check_reached(self, agent: AgentPart, wait: SyncWait) -> None:
         """All of its world have come, who are still part of it."""
         sim = self._sim
         if sim.masters.newest is None or not self._is_active(wait.round):
@@ -165,7 +161,7 @@ class SyncTraffic:
 
     # Barriers.
 
-    def _use_barrier(self, opener: VirtualAgent, other: VirtualAgent) -> None:
+    def _use_barrier(self, opener: AgentPart, other: AgentPart) -> None:
         """A worker opens it; a worker asks whether it is as open as all know, or already once more."""
         assert opener.workers.group is not None, "it trains"
         assert other.workers.group is not None, "it trains"
@@ -185,7 +181,7 @@ class SyncTraffic:
 
     # What is answered.
 
-    def answered(self, agent: VirtualAgent, command: AgentCommand, reply: Reply) -> None:
+    def answered(self, agent: AgentPart, command: AgentCommand, reply: Reply) -> None:
         """A command of an agent was answered, for the first or the second time."""
         if not isinstance(command, SyncCommand) or command.name != self._name():
             return
@@ -205,7 +201,7 @@ class SyncTraffic:
                         "sync", f"join {wait.generation} of {agent.node.label} counts as {generation}{late}"
                     )
 
-    def refused(self, agent: VirtualAgent, command: AgentCommand) -> None:
+    def refused(self, agent: AgentPart, command: AgentCommand) -> None:
         """Its world is over, or a master without its journal does not know it yet."""
         wait = self._waits.get(agent.life)
         if not isinstance(command, JoinSync) or command.name != self._name() or wait is None:
@@ -214,7 +210,7 @@ class SyncTraffic:
             del wait.joined[command.local_rank]
             self._sim.events.after(span(self._chance, *ASK), self._join, agent, wait, command.local_rank)
 
-    def read(self, agent: VirtualAgent, query: Query, reply: Reply) -> None:
+    def read(self, agent: AgentPart, query: Query, reply: Reply) -> None:
         match query, reply:
             case SyncFinished(round=round_, generation=generation), SyncState(is_reached=True):
                 wait = self._waits.get(agent.life)

@@ -11,15 +11,15 @@ the doubtful rest they are the epochs so far. A save of a planned change has no 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.core.data.dataset import Dataset
 from dlrover.core.data.ranges import Range, overlapping, said, subtract, united
-from dlrover.protocol.messages.data import DatasetSpec, LeasedShard
+from dlrover.protocol.messages.cluster import ClusterPhase, VersionView
+from dlrover.protocol.messages.data import Consumption, DatasetSpec, LeasedShard
+from dlrover.protocol.messages.fleet import NodeType
+from dlrover.simulator.parts import AgentPart, VirtualGroup
 from dlrover.simulator.truth.invariants import Violation
 
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.tasks import VirtualTask
+PARKED = (ClusterPhase.PARKING, ClusterPhase.SAVING)
 
 
 class Update:
@@ -111,3 +111,61 @@ def unread(books: Dataset) -> list[Range]:
 
 def _sorted(ranges: list[Range]) -> list[Range]:
     return sorted(ranges, key=lambda each: (each.key, each.start))
+
+
+class VirtualTask:
+    """One process."""
+
+    def __init__(self, agent: AgentPart, group: VirtualGroup) -> None:
+        task = group.world.task
+        assert task is not None, "of a world"
+        self.agent, self.group = agent, group
+        self.kind, self.version = task.node_type, task.version
+        self.label = f"{task.node_type.value}-{task.rank}"
+        self.address = "" if self.kind is NodeType.EVALUATOR else f"host-{agent.node.number}"
+        self.view = VersionView()
+        self.variables: Variables | None = None
+        self.restored: StoredModel | None = None
+        self.restored_into: Variables | None = None
+        """Of a chief that restores, and has perhaps not been heard yet."""
+        self.is_opening = False
+        """A session is being opened."""
+        self.is_over = False
+        """It was told so."""
+        self.parked_for = 0
+        """Number of the park that it has told of."""
+        self.asked_for = -1
+        """Number of the last park when it asked for one."""
+        self.is_saving = False
+        self.is_busy = False
+        """In a step that takes long."""
+        self.is_finishing = False
+        """All data are read, or the last save is under way."""
+        self.has_registered = False
+        self.has_read_all = False
+        self.shards: list[LeasedShard] = []
+        self.done: dict[int, int] = {}
+        self.untold: list[tuple[Consumption, Update]] = []
+        self.telling: list[Update] | None = None
+        """Of an exchange whose answer is awaited."""
+
+    @property
+    def is_running(self) -> bool:
+        group = self.group
+        return self.agent.is_alive and self.agent.workers.group is group and group.is_up and not group.is_stopping
+
+    @property
+    def can_act(self) -> bool:
+        return self.is_running and not self.is_over and self.agent.sleep.since is None
+
+    def reaches(self, other: VirtualTask) -> bool:
+        is_cut = self.agent.node.num_deep_cuts or other.agent.node.num_deep_cuts
+        return other.is_running and other.agent.sleep.since is None and not (is_cut and other.agent is not self.agent)
+
+    @property
+    def is_parked(self) -> bool:
+        return self.view.phase in PARKED and self.parked_for == self.view.num_parks
+
+    @property
+    def has_variables(self) -> bool:
+        return self.variables is not None and all(map(self.reaches, self.variables.servers))

@@ -4,17 +4,11 @@ Worlds as their members live them: workers that start and end, peers that notice
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dlrover.agent.decisions.decisions import AgentTerms
 from dlrover.protocol.messages.job import FailureKind, WorldSpec
+from dlrover.simulator.parts import AgentPart, SimulationPart, VirtualGroup
 from dlrover.simulator.truth.invariants import Violation
 from dlrover.simulator.virtual_time import SECOND, micros, span
-
-if TYPE_CHECKING:
-    from dlrover.simulator.nodes.agent import VirtualAgent
-    from dlrover.simulator.nodes.workers import VirtualGroup
-    from dlrover.simulator.simulation import Simulation
 
 MASTER_GRACE = micros(AgentTerms().master_grace)
 PEER_LOST_ODDS = 0.3
@@ -23,7 +17,7 @@ OVERLAP = 60 * SECOND
 """After so long a node that the master can reach has stopped the workers of a world that was replaced."""
 
 
-def workers_starting(sim: Simulation, agent: VirtualAgent, world: WorldSpec) -> None:
+def workers_starting(sim: SimulationPart, agent: AgentPart, world: WorldSpec) -> None:
     """Only in a world that is durable and has a place for this node."""
     members = sim.ledger.worlds.get((world.round, world.coordinator))
     if members is None or members.get(agent.id) != world.group_rank:
@@ -32,7 +26,7 @@ def workers_starting(sim: Simulation, agent: VirtualAgent, world: WorldSpec) -> 
         raise Violation("check", f"{agent.node.label} starts round {world.round} and never passed the node check")
 
 
-def node_joins(agent: VirtualAgent) -> None:
+def node_joins(agent: AgentPart) -> None:
     """Only when it could start workers at once, and those of its former world no longer train."""
     if not agent.is_warm:
         raise Violation("warm-up", f"{agent.node.label} joins and could not start workers yet")
@@ -40,19 +34,19 @@ def node_joins(agent: VirtualAgent) -> None:
         raise Violation("I1", f"{agent.node.label} joins another round while its workers train")
 
 
-def life_began(agent: VirtualAgent) -> None:
+def life_began(agent: AgentPart) -> None:
     """The master has given up what the agent was before."""
     if agent.workers.is_training and not agent.me.is_leaving:
         raise Violation("I6", f"{agent.node.label} has a new life, and workers of its former one train")
 
 
-def agent_woke(sim: Simulation, agent: VirtualAgent, away: int) -> None:
+def agent_woke(sim: SimulationPart, agent: AgentPart, away: int) -> None:
     """Others may have taken the places of its workers."""
     if agent.workers.is_training and away > micros(sim.shape.detection.lease):
         raise Violation("I1", f"{agent.node.label} stood still for {away / SECOND:.0f} s, and its workers go on")
 
 
-def workers_ended(sim: Simulation, agent: VirtualAgent, group: VirtualGroup, kind: FailureKind | None) -> None:
+def workers_ended(sim: SimulationPart, agent: AgentPart, group: VirtualGroup, kind: FailureKind | None) -> None:
     """Peers may notice before they are told."""
     coordinator = group.world.coordinator
     if not sim.training.ended(coordinator, agent.node.number):
@@ -67,7 +61,7 @@ def workers_ended(sim: Simulation, agent: VirtualAgent, group: VirtualGroup, kin
             sim.events.after(span(sim.chance.nodes, 0.02, 2.0), peer.workers.lose_peer, coordinator)
 
 
-def began(sim: Simulation, coordinator: str) -> None:
+def began(sim: SimulationPart, coordinator: str) -> None:
     """An older world that still trains does so unheard, and not for ever."""
     sim.troubles.world_began()
     if sim.reading is not None:
@@ -78,14 +72,14 @@ def began(sim: Simulation, coordinator: str) -> None:
         sim.events.after(MASTER_GRACE + OVERLAP, _check_overlap, sim, world)
 
 
-def finish(sim: Simulation, coordinator: str) -> None:
+def finish(sim: SimulationPart, coordinator: str) -> None:
     sim.note("the work is done")
     for node in sim.machines.nodes:
         if node.agent is not None and node.agent.workers.runs(coordinator):
             sim.events.after(span(sim.chance.nodes, 0.0, 0.3), node.agent.workers.finish, coordinator)
 
 
-def _check_overlap(sim: Simulation, coordinator: str) -> None:
+def _check_overlap(sim: SimulationPart, coordinator: str) -> None:
     if sim.is_over or not sim.training.is_training(coordinator):
         return
     newest = None if sim.masters.newest is None else sim.masters.newest.job.state.rendezvous.world
@@ -110,7 +104,7 @@ def _check_overlap(sim: Simulation, coordinator: str) -> None:
         )
 
 
-def _answers_now(sim: Simulation, agent: VirtualAgent) -> bool:
+def _answers_now(sim: SimulationPart, agent: AgentPart) -> bool:
     connection = agent.channel.connection
     return (
         connection is not None

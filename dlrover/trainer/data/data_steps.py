@@ -12,19 +12,23 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
 from dlrover.protocol.errors import Rejected, Unavailable
-from dlrover.protocol.messages.data import AskDataCheckpoint, Claim, DataCheckpoint, RestoreAgreed, last_shared
+from dlrover.protocol.messages.data import (
+    AskDataCheckpoint,
+    Claim,
+    DataCheckpoint,
+    DatasetSpec,
+    RestoreAgreed,
+    last_shared,
+)
 from dlrover.protocol.messages.job import Round
 from dlrover.trainer import environment
 from dlrover.trainer.agent_link import Link, current_link
-
-if TYPE_CHECKING:
-    from dlrover.trainer.data.shard_feed import ShardFeed
 
 log = logging.getLogger("dlrover.trainer.data")
 
@@ -36,7 +40,24 @@ _GLANCE = 0.005
 _TELL = 3600.0
 """Seconds: as long as readers wait for a master that is away. Without this word no shard is theirs, or the wrong ones are."""
 
-feeds: weakref.WeakSet[ShardFeed] = weakref.WeakSet()
+
+class ReadingFeed(Protocol):
+    """A `ShardFeed`, as far as a snapshot needs it."""
+
+    @property
+    def spec(self) -> DatasetSpec: ...
+
+    @property
+    def is_late(self) -> bool: ...
+
+    def flush(self, timeout: float) -> bool: ...
+
+    def unanswered(self) -> Iterable[Claim]: ...
+
+    def at_exit(self) -> None: ...
+
+
+feeds: weakref.WeakSet[ReadingFeed] = weakref.WeakSet()
 """Of this process."""
 model_loaded = threading.Event()
 """This process has a model of which one rank tells the master: no shards are wanted before that word is there."""

@@ -10,15 +10,18 @@ import sys
 import threading
 import traceback
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dlrover.trainer.events.process import Process
+from typing import Protocol
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGABRT", "SIGFPE", "SIGBUS", "SIGPIPE", "SIGSEGV", "SIGILL", "SIGHUP", "SIGQUIT")
 
 
-def hook_errors(process: Process) -> None:
+class _Reporter(Protocol):
+    """A `Process` of events, as far as a hook needs it."""
+
+    def instant(self, name: str, content: dict[str, object] | None = None) -> None: ...
+
+
+def hook_errors(process: _Reporter) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -33,7 +36,7 @@ def hook_errors(process: Process) -> None:
         _hook_signal(getattr(signal, name), process)
 
 
-def _hook_signal(number: signal.Signals, process: Process) -> None:
+def _hook_signal(number: signal.Signals, process: _Reporter) -> None:
     before = signal.getsignal(number)
     if before is None or before is signal.SIG_IGN:
         return  # not ours to handle, or wished to be ignored

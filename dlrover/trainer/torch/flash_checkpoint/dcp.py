@@ -29,7 +29,7 @@ from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, Stor
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_items import DcpPart, resolve_items
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import data_file, encode_metadata, place, with_places
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import PieceReader, read_directory
-from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine, file_bytes
+from dlrover.trainer.torch.flash_checkpoint.frameworks.piece_engine import FsdpCheckpointEngine, file_bytes
 
 
 class FlashStorageWriter(StorageWriter):  # type: ignore[misc]  # torch does not type it

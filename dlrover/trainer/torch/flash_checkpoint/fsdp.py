@@ -32,7 +32,7 @@ from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, Sa
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import OPTIMIZER, PieceReader
-from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.frameworks.piece_engine import FsdpCheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.saving.agreement import own_ranks
 from dlrover.trainer.torch.flash_checkpoint.saving.cadence import AUTO, Interval, SaveCadence
 from dlrover.trainer.torch.resilience.saves import KnownSave, save_log

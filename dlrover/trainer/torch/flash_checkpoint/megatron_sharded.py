@@ -37,7 +37,7 @@ from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as S
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageWriter
 from dlrover.trainer.torch.flash_checkpoint.encoding.parts import RawPart
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_reading import PieceReader
-from dlrover.trainer.torch.flash_checkpoint.fsdp_engine import FsdpCheckpointEngine
+from dlrover.trainer.torch.flash_checkpoint.frameworks.piece_engine import FsdpCheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.restoring.megatron_stored import (
     TRACKER,
     iteration_directory,

@@ -34,6 +34,7 @@ from dlrover.trainer.torch.flash_checkpoint.dcp import (  # noqa: E402
 )
 from dlrover.trainer.torch.flash_checkpoint.frameworks import dcp_items  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import RankShare, assign, metadata_of  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.frameworks.piece_engine import file_bytes  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpShardCheckpointer, StorageType  # noqa: E402
 
 
@@ -52,7 +53,7 @@ def claim_of(state: dict[str, Any], node: str) -> RankShare:
     planner.set_up_planner(state)
     plan = planner.create_local_plan()
     items = dcp_items.collect_items(planner, plan, planner.mappings, dcp_items.Serialiser())
-    lengths = [fsdp_engine.file_bytes(item) for item in items]
+    lengths = [file_bytes(item) for item in items]
     return RankShare(plan, lengths, [item.num_bytes for item in items], node)
 
 
