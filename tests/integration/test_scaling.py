@@ -137,7 +137,7 @@ def changes(status: ScalingStatus) -> list[tuple[str, int, int]]:
 
 
 def test_a_job_that_is_best_at_two_nodes_tries_three_and_takes_it_back(jobs: JobFactory, tmp_path: Path) -> None:
-    """Line 2 of the issue, shortened, and what `--why` says of it (line 12)."""
+    """The best size of a law, shortened, and what `--why` says of it (line 12)."""
     job = ScaledJob(jobs, tmp_path, "--nodes=1:4", "--auto-scale=on", law="0.08 0.004 2 2.5", environ=SHORT)
     status = job.until(lambda status: status.num_outcomes.get(ScaleOutcome.TAKEN_BACK, 0))
     back = next(each for each in status.decisions if each.outcome is ScaleOutcome.TAKEN_BACK)
@@ -182,7 +182,7 @@ def test_a_job_that_is_best_at_two_nodes_tries_three_and_takes_it_back(jobs: Job
 def test_a_ddp_job_reaches_its_best_size_in_five_minutes_and_rests(
     jobs: JobFactory, tmp_path: Path, law: tuple[str, ...], best: int, num_back: int
 ) -> None:
-    """Line 2 of the issue with the times of a usual job, and real DistributedDataParallel."""
+    """The best size of a law with the times of a usual job, and real DistributedDataParallel."""
     script = (str(EXAMPLE), f"--end-file={tmp_path / 'stop'}", *law)
     environ = {"SCALING_CHECKPOINTS": str(tmp_path)}
     job = ScaledJob(jobs, tmp_path, "--nodes=1:4", "--auto-scale=on", script=script, environ=environ)
