@@ -1,11 +1,17 @@
-"""Of many lives the fewest that touch all that any of them touches, within a time: written to `tests/core/lives/lives.xz`."""
+"""
+Of many lives the fewest that touch all that any of them touches, within a time: written to `tests/core/lives/lives.xz`.
+
+With `--keep` the lives of another file all stay, in front, and the others are chosen for what those do not touch.
+"""
 
 from __future__ import annotations
 
 import argparse
 import heapq
 import math
+import re
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -43,8 +49,13 @@ def _kind_of(step: AnyStep) -> str:
     return type(step.observation if isinstance(step, Hear) else what).__name__
 
 
-def choose(lives: list[Life], seconds: float, least: float) -> list[Life]:
+def choose(lives: list[Life], kept: list[Life], seconds: float, least: float) -> list[Life]:
     played = [(life, *found) for life in lives if (found := touched_by(life)) is not None]
+    known: Counter[object] = Counter()
+    for life in kept:
+        found = touched_by(life)
+        assert found is not None, f"the core fails in {life.name}, which is to be kept"
+        known.update({*found[0], *(site for site, _ in found[0])})
     needed: dict[object, int] = {}
     wanted: list[set[object]] = []
     for _, found, _ in played:
@@ -52,7 +63,9 @@ def choose(lives: list[Life], seconds: float, least: float) -> list[Life]:
         wanted.append(things)
         for thing in things:
             needed[thing] = min(needed.get(thing, 0) + 1, 1 if isinstance(thing, tuple) else TIMES)
-    print(f"{len(played)} lives touch {len(needed)} things")
+    print(f"{len(played)} lives touch {len(needed)} things, {sum(thing not in known for thing in needed)} of them new")
+    for thing in needed:
+        needed[thing] -= known[thing]
     chosen: list[Life] = []
     spent = 0.0
     best = [(-math.inf, index) for index in range(len(played))]
@@ -75,7 +88,8 @@ def choose(lives: list[Life], seconds: float, least: float) -> list[Life]:
             first[site, kind] = number
         last = max(first[thing] for thing in new)
         share = (last + 1) / len(life.steps)
-        chosen.append(Life(f"{len(chosen):03} {life.name.strip('~')}", life.steps[: last + 1]))
+        name = re.sub(r"^\d+ ", "", life.name).strip("~")  # the number of the life that it grew from
+        chosen.append(Life(f"{len(kept) + len(chosen):04} {name}", life.steps[: last + 1]))
         spent += cost * share
         for thing in new:
             needed[thing] -= 1
@@ -91,10 +105,14 @@ def main() -> None:
     parser.add_argument("pools", type=Path, nargs="+")
     parser.add_argument("--seconds", type=float, default=20.0, help="that all of them may take, with probes")
     parser.add_argument("--least", type=float, default=3.0, help="new things that a life has to touch")
+    parser.add_argument("--keep", type=Path, help="lives that stay whatever they touch")
     parser.add_argument("--out", type=Path, default=LIVES)
     options = parser.parse_args()
+    kept = [] if options.keep is None else read_lives(options.keep)
     lives = {msgspec.msgpack.encode(life.steps): life for pool in options.pools for life in read_lives(pool)}
-    write_lives(choose(list(lives.values()), options.seconds, options.least), options.out)
+    for life in kept:
+        lives.pop(msgspec.msgpack.encode(life.steps), None)
+    write_lives(kept + choose(list(lives.values()), kept, options.seconds, options.least), options.out)
 
 
 if __name__ == "__main__":
