@@ -107,7 +107,7 @@ def of_document(path: Path) -> Iterator[Finding]:
     for number, line, is_prose in _lines_of(text):
         for rule in _broken_words(_QUOTED.sub("x", line)):
             yield Finding(path, number, rule, line)
-        if is_prose and len(line) > LINE_LENGTH and " " in line[:LINE_LENGTH].strip():
+        if is_prose and len(line) > LINE_LENGTH and " " in _kept_whole(line).strip():
             yield Finding(path, number, f"a line of more than {LINE_LENGTH} characters", line)
     for number, paragraph in _paragraphs_of(text):
         for sentence in _long_sentences([_without_links(" ".join(paragraph))]):
@@ -122,7 +122,7 @@ def _lines_of(text: str) -> Iterator[tuple[int, str, bool]]:
         if mark:
             fence = "" if fence and mark[1].startswith(fence) else fence or mark[1]
         elif not fence and not (line.startswith("    ") and not last.strip()):
-            yield number, line, not line.lstrip().startswith(("|", "#", "[", "<", "!["))
+            yield number, line, not re.match(r"\s*(?:[|#<]|!\[|\[[^\]]+\]:)", line)
         last = "" if line.startswith("    ") and not last.strip() else line
 
 
@@ -195,9 +195,8 @@ def wrap(text: str) -> str:
 
 def _wrapped(words: str, first: str, rest: str) -> list[str]:
     """Code in backticks and links stay whole, and no line begins with what would be a list or a heading there."""
-    whole = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", lambda found: found[0].replace(" ", "\0"), words)
     wrapped = textwrap.wrap(
-        re.sub(r" (?=(?:[-+*#>|]|\d+[.)])\s)", "\0", whole),
+        re.sub(r" (?=(?:[-+*#>|]|\d+[.)])\s)", "\0", _kept_whole(words)),
         LINE_LENGTH,
         initial_indent=first,
         subsequent_indent=rest,
@@ -205,6 +204,10 @@ def _wrapped(words: str, first: str, rest: str) -> list[str]:
         break_on_hyphens=False,
     )
     return [line.replace("\0", " ") for line in wrapped]
+
+
+def _kept_whole(words: str) -> str:
+    return re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", lambda found: found[0].replace(" ", "\0"), words)
 
 
 def wrap_documents(root: Path = ROOT) -> None:
