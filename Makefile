@@ -62,11 +62,12 @@ test: lint unit ## all checks and tests: what CI runs
 test-core: $(STAMP) ## the fast loop: messages, decisions and samples of simulated jobs (about 30 s)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/protocol tests/agreed tests/core tests/simulator
 
-lint: $(STAMP) ## formatting, lint, types, layers
+lint: $(STAMP) ## formatting, lint, types, layers, plain English
 	$(BIN)/ruff format --check dlrover tests benchmarks examples tools
 	$(BIN)/ruff check dlrover tests benchmarks examples tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.plain_english
 
 measure-style: $(STAMP) ## print how the code is built, in figures: sizes, types, imports, names, words (about 15 s)
 	@$(BIN)/python tools/measure_style.py

@@ -81,7 +81,7 @@ def _how(failure: WorkerFailure) -> str:
         case FailureKind.PEER_LOST:
             return f"it lost the connection to another worker{detail}"
         case FailureKind.PORT_TAKEN:
-            return f"the port of the coordinator was taken by somebody else{detail}"
+            return f"the port of the coordinator was taken by another process{detail}"
         case FailureKind.BAD_SCRIPT:
             return f"the script cannot run{detail}"
         case FailureKind.STOPPED_BY_US:

@@ -59,7 +59,7 @@ class BrokenQuestion(Rejected):
 
     def __init__(self, query: Query) -> None:
         super().__init__(
-            f"{type(query).__name__} cannot be answered: an error of the master's.", code=ErrorCode.INTERNAL
+            f"{type(query).__name__} cannot be answered: an internal error of the master.", code=ErrorCode.INTERNAL
         )
 
 

@@ -1,7 +1,7 @@
 """
 The two ports of the operator: health for the kubelet, metrics for Prometheus.
 
-Everybody in the cluster reaches them, and aiohttp lets a connection be silent for ever. So connections are few and short: strangers who
+Every program in the cluster reaches them, and aiohttp lets a connection be silent for ever. So connections are few and short: strangers who
 keep theirs open take neither the memory nor the last descriptor of the operator, which needs both to look after jobs.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Readiness = Callable[[], str | None]
 """None: ready; else why not."""
 MAX_CONNECTIONS = 256
-"""Of a port, at a time. The oldest one goes first: whoever wants an answer has it within milliseconds."""
+"""Of a port, at a time. The oldest one goes first: a client that wants an answer has it within milliseconds."""
 PATIENCE = 10.0
 """Seconds for which a connection lasts at most, and half of that at least. Prometheus and kubelets open another one."""
 

@@ -170,7 +170,7 @@ def check_intent(intent: Intent) -> None:
 def check_size(resource: Resource, who: str) -> None:
     """Raises `Rejected` for a node that would be smaller than nothing."""
     if not (resource.cpu >= 0 and resource.memory_mb >= 0 and resource.gpus >= 0):
-        raise _bad(f"{who} asks for less than nothing: {resource}")
+        raise _bad(f"{who}: resources must be at least 0 (got {resource})")
 
 
 def check_same(known: LaunchNode, intent: LaunchNode) -> None:

@@ -289,7 +289,7 @@ class NodeSource:
 
     def take(self, master: MasterPart, intent: LaunchNode | RemoveNode) -> None:
         """A job without a fleet asks for nothing."""
-        raise AssertionError(f"nobody can be asked for {intent}")
+        raise AssertionError(f"no platform can be asked for {intent}")
 
     def word_lost(self, master: MasterPart, word: Command | Query) -> None:
         """Something that was told to the master was not written."""

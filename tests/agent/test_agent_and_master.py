@@ -274,7 +274,7 @@ async def test_a_node_that_is_exchanged_stops_its_workers_and_does_not_come_agai
     life.channel.restore()
     result = await life.result()
     assert (result.exit_code, result.is_job_alive) == (0, True), "no failure that a platform could charge to it"
-    assert "somebody asked for it (slow disk)" in result.message
+    assert "it was requested (slow disk)" in result.message
     assert group.stops == [(StopCause.MEMBERSHIP, signal.SIGTERM)]
     assert [(type(command), code) for command, code in stage.master.refused] == [(Attach, "node-released")]
     assert not stage.master.heard_of(LeaveJob), "nobody waits for its farewell"

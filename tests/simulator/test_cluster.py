@@ -71,7 +71,7 @@ def test_a_late_pod_that_nobody_removes_is_noticed(monkeypatch: pytest.MonkeyPat
     failure = run_plan(plan)
     assert isinstance(failure, Failure)
     assert failure.invariant == "pods"
-    assert "nobody wants or removes it" in failure.sentence
+    assert "the job neither wants nor removes it" in failure.sentence
 
 
 def test_pods_of_drawn_jobs_break_nothing() -> None:

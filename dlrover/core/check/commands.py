@@ -195,11 +195,11 @@ def _report(command: ReportCheck, decision: Decision) -> Reply:
     node = decision.state.nodes.current(command.node, command.incarnation)
     cycle, rank = check.cycle, node.rank
     if cycle is None:
-        raise Rejected(f"{node.label} reports a check, and none runs.", code=ErrorCode.STALE_ROUND)
+        raise Rejected(f"{node.label} reports a node check, but none is running.", code=ErrorCode.STALE_ROUND)
     if check.members.get(rank) != node.id or rank not in check.worlds:
         raise Rejected(f"{node.label} takes no part in the check of round {check.round}.", code=ErrorCode.NOT_A_MEMBER)
     if not (math.isfinite(command.bandwidth_gbps) and 0 <= command.bandwidth_gbps <= _MOST_GBPS):
-        raise malformed(f"A bandwidth of {command.bandwidth_gbps} GB/s cannot be.")
+        raise malformed(f"`bandwidth_gbps` must be from 0 to {_MOST_GBPS:g} (got {command.bandwidth_gbps}).")
     was_waiting = rank in cycle.waiting
     cycle.report(rank, command.round, command.elapsed_ms, command.exit_class)  # refuses before it changes anything
 
@@ -354,7 +354,7 @@ def _fail_overdue(decision: Decision, cycle: CheckCycle) -> None:
             check.messages[rank] = "it did not report in time"
         elif check.members[rank] not in check.joined:
             _fail_partners(decision, cycle, rank)
-            cycle.lose(rank, why="it did not come to the check in time")
+            cycle.lose(rank, why="it did not join the check in time")
     check.hurried = {group: at for group, at in check.hurried.items() if group not in overdue}
 
 

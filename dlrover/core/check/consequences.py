@@ -100,7 +100,7 @@ def conclude_perf(decision: Decision, cycle: CheckCycle) -> None:
         check.results[rank] = replace(check.results[rank], bandwidth_gbps=gbps)
     num_nodes = len(cycle.members)
     if len(check.bandwidths) < num_nodes:
-        words = next((message for message in check.messages.values() if message), "somebody was lost")
+        words = next((message for message in check.messages.values() if message), "a node was lost")
         decision.say(
             f"Communication test over {num_nodes} nodes failed: {words}. All of them had passed the node check, so "
             "training goes on."

@@ -428,7 +428,7 @@ class CheckCycle(Struct, kw_only=True):
     def _elapsed(self, findings: Findings) -> str:
         times = findings.times
         if not times:
-            return f"elapsed times after phase {self.phase} (round {self.round}): nobody passed."
+            return f"elapsed times after phase {self.phase} (round {self.round}): no node passed."
         shown = sorted(times) if len(times) <= _NUM_TIMES_SHOWN else _slowest(times)
         listed = ", ".join(f"{rank}: {times[rank]:.0f} ms" for rank in shown)
         which = "" if len(shown) == len(times) else "slowest "

@@ -29,7 +29,7 @@ def on_pre_check_over(decision: Decision) -> None:
     open_ = next((each for each in check.results if each.state not in ("passed", "bypassed")), None)
     what = "" if open_ is None else f" {open_.name} is still open{f': {open_.message}' if open_.message else '.'}"
     check.stage = PreCheckStage.PASS
-    check.message = f"The pre-check took too long: training begins without its word.{what}"
+    check.message = f"The pre-check took too long: training begins without its result.{what}"
     if decision.state.rendezvous.round:
         check.message = "The workers run already: the pre-check is over."
     decision.say(check.message)
@@ -57,7 +57,10 @@ def _noted(command: PreCheckNoted, decision: Decision) -> Reply:
         raise Rejected(f"No pre-check is under way: it is {state.pre_check.stage.value}.", code=ErrorCode.BAD_STAGE)
     texts = (command.message, *(text for each in command.results for text in (each.name, each.message)))
     if len(command.results) > MAX_OPERATORS or any(len(text) > _MAX_TEXT for text in texts):
-        raise Rejected("A result that nobody could read.", code=ErrorCode.TOO_LARGE)
+        raise Rejected(
+            f"The result is too long: it may have {MAX_OPERATORS} operators and texts of {_MAX_TEXT} characters.",
+            code=ErrorCode.TOO_LARGE,
+        )
 
     check = state.pre_check
     check.stage, check.results, check.message = command.stage, command.results, command.message

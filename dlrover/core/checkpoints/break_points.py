@@ -44,7 +44,7 @@ def hear(command: SnapshotsHeld, decision: Decision) -> Reply:
     if breaks.open is not None and command.round < breaks.open.round:
         raise Rejected(f"Snapshots of round {command.round} come too late.", code=ErrorCode.STALE_ROUND)
     if len(command.held) > MAX_HELD or not all(_is_sane(each) for each in command.held):
-        raise malformed("What a node holds names shards, steps or directories that cannot be.")
+        raise malformed(f"What a node holds must be at most {MAX_HELD} valid shards, steps and directories.")
     if breaks.open is None and any(each.round >= command.round for each in breaks.decisions):
         raise Rejected(f"What is kept of round {command.round} was decided without this node.", code=ErrorCode.TOO_LATE)
 

@@ -122,7 +122,7 @@ def _give_up_overdue(decision: Decision, number: int) -> str:
     if attempt.committer is not None:
         return _commit_failed(decision, attempt, attempt.committer, "the commit took too long")
     if attempt.is_complete:
-        why = attempt.trouble or "no node that wrote it is there any more"
+        why = attempt.trouble or "all nodes that wrote it are gone"
     else:
         missing = [shard for shard in range(attempt.num_shards) if shard not in attempt.writers]
         shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
@@ -148,7 +148,7 @@ def _shard_written(command: ShardWritten, decision: Decision) -> Reply:
     if known is not None and (known.target, known.step, known.num_shards, known.round) != told:
         raise Rejected(
             f"Attempt {command.attempt} is step {known.step} of round {known.round} in {known.num_shards} shards as "
-            f"{known.target!r}; {node.label} says something else of it.",
+            f"{known.target!r}; the report of {node.label} differs from that.",
             code=ErrorCode.ATTEMPT_DIFFERS,
         )
     outcome = room.outcome(command.directory, command.attempt)
@@ -258,15 +258,19 @@ def _request_save(command: RequestSave, decision: Decision) -> Reply:
 def _check_names(directory: str, attempt: str, step: int) -> None:
     is_sane = 0 < len(directory) <= MAX_PATH_CHARS and 0 < len(attempt) <= MAX_NAME_CHARS
     if not is_sane or not 0 <= step <= _LARGEST:
-        raise malformed("A save needs a directory, an attempt and a step from 0 on, none of absurd size.")
+        raise malformed(
+            f"A save needs a directory of 1 to {MAX_PATH_CHARS} characters, an attempt of 1 to {MAX_NAME_CHARS}, and a step of at least 0."
+        )
 
 
 def _check_written(command: ShardWritten, state: JobState) -> None:
     is_sane = 0 < len(command.target) <= MAX_NAME_CHARS and 0 < len(command.digest) <= MAX_NAME_CHARS
     if not is_sane or not 1 <= command.num_shards <= MAX_SHARDS or not 0 <= command.shard < command.num_shards:
-        raise malformed(f"Shard {command.shard} of {command.num_shards}, or its names, cannot be.")
+        raise malformed(
+            f"`shard` must be from 0 to `num_shards` - 1 (got {command.shard} of {command.num_shards}, at most {MAX_SHARDS}). Its names must have 1 to {MAX_NAME_CHARS} characters."
+        )
     if not math.isfinite(command.save_timeout) or not command.save_timeout > 0:
-        raise malformed(f"A save_timeout of {command.save_timeout} s cannot be kept.")
+        raise malformed(f"`save_timeout` must be a finite number above 0 (got {command.save_timeout}).")
     if not 1 <= command.round <= state.rendezvous.round:
         raise Rejected(
             f"There was no round {command.round}; the newest is {state.rendezvous.round}.", code=ErrorCode.UNKNOWN_ROUND

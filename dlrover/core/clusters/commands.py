@@ -196,7 +196,9 @@ def _give_up(decision: Decision, process: TaskProcess, first: FirstFailure, limi
 def _bound(command: ServerBound, decision: Decision) -> Reply:
     cluster, process = _current(command, decision)
     if len(command.address) > MAX_ADDRESS or (process.seat.node_type is NodeType.PS and not command.address):
-        raise Rejected(f"{process.seat.label} told no address that others could use.", code=ErrorCode.MALFORMED)
+        raise Rejected(
+            f"{process.seat.label} reported no address that other processes can reach.", code=ErrorCode.MALFORMED
+        )
 
     number = cluster.number
     cluster.bound(process, command.address)
@@ -289,9 +291,7 @@ def _current(command: ClusterCommand, decision: Decision) -> tuple[Cluster, Task
 
 def _check_step(step: int) -> None:
     if not FRESH <= step < _LARGEST:
-        raise Rejected(
-            f"A step is -1 or more and a number that can be counted to (got {step}).", code=ErrorCode.MALFORMED
-        )
+        raise Rejected(f"`step` must be from -1 to {_LARGEST - 1} (got {step}).", code=ErrorCode.MALFORMED)
 
 
 def _cluster(decision: Decision) -> Cluster:

@@ -169,7 +169,7 @@ def _is_held_back(command: ExchangeShards, dataset: Dataset, decision: Decision)
         dataset.restored_round = command.round
         books.fold()
         decision.say(
-            f"Nobody said which model round {command.round} goes on with: {command.dataset!r} counts everything as seen that was told so far."
+            f"The ranks did not say in time which model round {command.round} goes on with. Everything that was reported of {command.dataset!r} counts as read."
         )
     return False
 

@@ -34,7 +34,7 @@ def _restore_agreed(command: RestoreAgreed, decision: Decision) -> Reply:
             code=ErrorCode.RESTORE_DIFFERS,
         )
     if not -1 <= command.step < LARGEST:
-        raise malformed(f"A model of step {command.step} cannot be.")
+        raise malformed(f"`step` of a restored model must be from -1 to {LARGEST - 1} (got {command.step}).")
     if len(command.data_state) > MAX_STATE_BYTES:
         raise malformed(f"A data state has at most {MAX_STATE_BYTES} bytes.")
     if known is not None:
@@ -65,16 +65,16 @@ def _restore_agreed(command: RestoreAgreed, decision: Decision) -> Reply:
                 continue
         elif is_behind and name not in told:
             decision.say(
-                f"The model of step {command.step} is older than a checkpoint in storage, and nothing tells what it had read of {name!r}: "
-                "what was read up to that checkpoint is not read again."
+                f"The model of step {command.step} is older than a checkpoint in storage, and no record says what it had read of {name!r}. "
+                "What was read up to that checkpoint is not read again."
             )
         elif name not in told and not command.claims:
             say_if_unread(decision, dataset, command.step)
         strange = dataset.restore(command.step, command.claims.get(name, ()), round_=command.round)
         if strange:
             decision.say(
-                f"The model of step {command.step} says that it has seen {len(strange)} ranges of {name!r} that were never given out: "
-                "it was trained by other books. They may be read again."
+                f"The model of step {command.step} says that it has seen {len(strange)} ranges of {name!r} that this job never gave out. "
+                "They may be read again."
             )
     books.fold()
     decision.announce(decision.on.model_restored)
@@ -90,15 +90,15 @@ def say_if_unread(decision: Decision, dataset: Dataset, step: int) -> None:
     """A trained model and books of which nothing was ever read: the model is older than the books."""
     if step > 0 and not dataset.has_history:
         decision.say(
-            f"Nothing tells what the model of step {step} had read of {dataset.spec.name!r}: neither its checkpoint nor the journal. It is read "
+            f"Neither its checkpoint nor the journal says what the model of step {step} had read of {dataset.spec.name!r}. It is read "
             "from its beginning."
         )
 
 
 def _say_what_is_repeated(decision: Decision, name: str, stored: int, step: int) -> None:
     decision.say(
-        f"The journal knows nothing of {name!r}, and the model of step {step} is newer than the checkpoint of step {stored} that tells of it: "
-        "what was read in between is read again."
+        f"The journal has no record of {name!r}, and the model of step {step} is newer than the checkpoint of step {stored}, which has one. "
+        "What was read in between is read again."
     )
 
 
@@ -108,7 +108,7 @@ def _told_states(command: RestoreAgreed, decision: Decision) -> ToldStates:
         if command.data_state:
             return read_states(command.data_state)
     except Rejected as error:
-        decision.say(f"{error} The books of the datasets count instead.")
+        decision.say(f"{error} The job's own records of the datasets are used instead.")
     return ToldStates(command.step, {})
 
 
@@ -128,13 +128,13 @@ def is_other(dataset: Dataset, told: str, step: int) -> bool:
 
 def return_to(decision: Decision, known: Dataset, content: str, round_: Round) -> bool:
     """
-    Let the dataset be as the text says; False, with the reason, if that cannot be. Workers of this round keep what they hold, unless the
+    Let the dataset be as the text says; False, with the reason, if that is not possible. Workers of this round keep what they hold, unless the
     model has seen it.
     """
     try:
         restored = read_checkpoint(content, known)
     except Rejected as error:
-        decision.say(f"{error} Dataset {known.spec.name!r} goes on as its books say.")
+        decision.say(f"{error} Dataset {known.spec.name!r} goes on from the job's own records.")
         return False
     restored.take_over_leases(known, round_)
     _replace(decision, known, restored, known.restored_round)

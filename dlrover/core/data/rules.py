@@ -51,7 +51,7 @@ def check_exchange(command: ExchangeShards, dataset: Dataset, reader: LeaseHolde
                 f"Shard {each.shard} of {command.dataset!r} has not so many records left: {each.count} more were reported."
             )
         if not NO_STEP <= each.step < LARGEST:
-            raise malformed(f"Records cannot be in a model of step {each.step}.")
+            raise malformed(f"`step` of a report must be from {NO_STEP} to {LARGEST - 1} (got {each.step}).")
     ended = [id_ for id_, count in left.items() if not count]
     for id_ in [*(error.shard for error in command.failed), *command.unused]:
         _held_by(dataset, reader, id_)
@@ -68,7 +68,7 @@ def _held_by(dataset: Dataset, reader: LeaseHolder, id_: int) -> int:
         return dataset.outdone[id_].num_left
     if id_ not in reader.ids:
         holder = dataset.held.get(id_)
-        whose = "nobody" if holder is None else f"local rank {holder.local_rank} of node {holder.node}"
+        whose = "no worker" if holder is None else f"local rank {holder.local_rank} of node {holder.node}"
         raise Rejected(
             f"Shard {id_} of {dataset.spec.name!r} is held by {whose}, not by the sender; it may have been given to another.",
             code=ErrorCode.STALE_LEASE,
@@ -104,7 +104,7 @@ def check_spec(spec: DatasetSpec) -> None:
         or not is_error_count_sane
         or not 0 <= spec.lease < 1e9
     ):
-        raise malformed(f"{what} has a number that makes no sense in: {spec}.")
+        raise malformed(f"{what} has a number out of range in: {spec}.")
     if spec.size >= LARGEST or spec.size * spec.num_epochs >= MOST_RECORDS:
         raise malformed(
             f"{what} has {spec.size} records in {spec.num_epochs} epochs, more than can be counted. "
@@ -118,7 +118,9 @@ def check_spec(spec: DatasetSpec) -> None:
 def check_partitions(partitions: dict[str, int]) -> None:
     for part, offset in partitions.items():
         if not part or len(part.encode()) > MAX_NAME_BYTES or not 0 <= offset < LARGEST:
-            raise malformed(f"Partition {part[:64]!r} with offset {offset} cannot be.")
+            raise malformed(
+                f"A partition needs a name of 1 to {MAX_NAME_BYTES} bytes and an offset from 0 to {LARGEST - 1} (got {part[:64]!r} and {offset})."
+            )
 
 
 def check_same(known: DatasetSpec, told: DatasetSpec) -> None:

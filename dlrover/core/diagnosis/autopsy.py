@@ -45,7 +45,7 @@ def write_page(
         ranks = [dump.global_rank for dump in common[0]]
         verb = "is" if len(ranks) == 1 else "are"
         lines += ["", f"## {_subject(ranks)} {verb} here", "", *_stack(common[0][0])]
-    lines += ["", "## Everybody", "", *_table(picture, sights)]
+    lines += ["", "## All ranks", "", *_table(picture, sights)]
     if source:
         lines += ["", source]
     return "\n".join(lines)[:MAX_PAGE] + "\n"

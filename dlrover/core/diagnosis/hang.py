@@ -82,7 +82,7 @@ class Sight(Struct, frozen=True, kw_only=True):
 
     @property
     def is_overdue(self) -> bool:
-        """By what it has learned itself; who told of nothing cannot be."""
+        """By what it has learned itself; a rank that reported nothing is not."""
         progress = self.second.progress
         return progress is not None and progress.is_stalled
 
@@ -140,7 +140,7 @@ def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: fl
 
 def judge(sights: Sequence[Sight], missing: Sequence[int] = ()) -> HangFinding:
     """`missing`: ranks whose node has not answered."""
-    absent = f"Nothing was heard of {say_ranks(missing)} when everybody was asked." if missing else ""
+    absent = f"No answer came from {say_ranks(missing)} when all ranks were asked." if missing else ""
     found = _judge(sights)
     if not absent:
         return found
@@ -328,7 +328,7 @@ def _ahead_last(one: list[Sight], other: list[Sight]) -> tuple[list[Sight], list
 
 def _blame_network(waiting: Sequence[Sight], cut_off: CutOff | None = None) -> HangFinding:
     if cut_off is None:
-        sentence = f"{_what_they_do(waiting)} Nobody is missing from it, so what they send does not arrive."
+        sentence = f"{_what_they_do(waiting)} No rank is missing from it, so what they send does not arrive."
         has_moved = any(sight.is_moving for sight in waiting)  # whoever was late has only just come
         return HangFinding(
             fault=FaultClass.NETWORK, culprits=(), evidence=(sentence,), confidence=0.6, is_premature=has_moved

@@ -65,12 +65,12 @@ class MuteNodes:
         wish = None
         if is_exchanged:
             self._num_exchanges[rank] = count + 1
-            wish = RelaunchNode(node=NodeId(-1), platform_node=node, reason=f"nobody came for {seconds:.0f} s")
+            wish = RelaunchNode(node=NodeId(-1), platform_node=node, reason=f"no agent came for {seconds:.0f} s")
         verdict = conclude(
             NAME,
             FaultClass.UNKNOWN,
             (),
-            f"{label} runs on {host or 'an unknown machine'}, and nobody has come from it for {seconds:.0f} s.",
+            f"{label} runs on {host or 'an unknown machine'}, and no agent has connected from it for {seconds:.0f} s.",
             confidence=0.7,
             reasoning="Another node may do better; it has done nothing yet that could be lost."
             if is_exchanged

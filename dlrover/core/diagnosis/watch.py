@@ -316,7 +316,7 @@ class Watch:
         if finding.is_proof:
             return max(terms.pause, finding.patience), "Data and storage often come back by themselves"
         if not self._has_stepped:
-            return float("inf"), "There is no proof, and nobody knows what this job calls progress"
+            return float("inf"), "There is no proof, and it is unknown what counts as progress in this job"
         if finding.is_long_phase:
             return longest, "There is no proof, and what is done there may take long"
         return terms.hang_timeout, "There is no proof that it hangs"

@@ -278,7 +278,7 @@ def _not_yet(query: KvGet | KvWait, missing: list[str]) -> NotYet:
 def _explain(missing: list[str]) -> str:
     named = ", ".join(map(_shown, missing[:_NUM_NAMED]))
     more = len(missing) - _NUM_NAMED
-    return f"Nobody has set {named}{f' and {more} more' if more > 0 else ''}."
+    return f"No process has set {named}{f' and {more} more' if more > 0 else ''}."
 
 
 def _shown(key: str) -> str:

@@ -66,7 +66,10 @@ def _check(decision: Decision, round_: Round, verdict: Verdict) -> None:
     texts = (*verdict.evidence, verdict.reasoning, verdict.diagnostician)
     is_small = len(verdict.evidence) <= MAX_EVIDENCE and len(verdict.culprits) <= MAX_CULPRITS
     if not is_small or any(len(text) > MAX_TEXT for text in texts):
-        raise Rejected("A verdict that nobody could read.", code=ErrorCode.TOO_LARGE)
+        raise Rejected(
+            f"The verdict is too long: it may have {MAX_EVIDENCE} sentences of {MAX_TEXT} characters and {MAX_CULPRITS} culprits.",
+            code=ErrorCode.TOO_LARGE,
+        )
 
 
 def _act(decision: Decision, verdict: Verdict, what: str, *, is_hang: bool) -> None:
@@ -78,7 +81,7 @@ def _act(decision: Decision, verdict: Verdict, what: str, *, is_hang: bool) -> N
     decision.announce(decision.on.another_node, wanted)
     if not is_hang and verdict.action is ActionKind.RELAUNCH_NODE and not wanted.is_given:
         # A restart on the same node would cost everybody and change nothing.
-        decision.say(f"{first.failure.message} Nobody can replace the node: somebody has to.")
+        decision.say(f"{first.failure.message} No platform manages this node. Replace it by hand.")
         return
     state.hangs.add(Hang(decision.now, first.node_rank))
     recent = state.hangs.since(decision.now)

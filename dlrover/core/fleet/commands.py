@@ -132,7 +132,9 @@ def _replicas_of(decision: Decision, defined: FleetDefined, node_type: NodeType,
     if node_type is NodeType.WORKER:
         critical = relaunch.critical_ranks(replica.critical, replica.count, budget, spec.strategy)
         if critical is None:
-            decision.say(f"Nobody is critical: {replica.critical!r} is not all, none, or rank:relaunches,...")
+            decision.say(
+                f"No worker is critical: `critical` must be all, none, or rank:relaunches,... (got {replica.critical!r})."
+            )
         replicas.budgets = critical or {}
     elif node_type is NodeType.PS and replica.critical.strip() == "all":
         replicas.budgets = dict.fromkeys(range(replica.count), budget)
@@ -150,7 +152,7 @@ def check_spec(spec: FleetSpec) -> None:
         if not 0 <= replica.count <= MOST_NODES or replica.max_relaunches < 0:
             raise _bad(f"{node_type.value}: give a count from 0 to {MOST_NODES} and 0 or more relaunches")
         if replica.resource.cpu < 0 or replica.resource.memory_mb < 0 or replica.resource.gpus < 0:
-            raise _bad(f"{node_type.value} asks for less than nothing: {replica.resource}")
+            raise _bad(f"{node_type.value}: resources must be at least 0 (got {replica.resource})")
         if not relaunch.has_only_numbers_up_to(MOST_NODES, replica.critical):
             raise _bad(f"{node_type.value}: critical has ranks and relaunches from 0 to {MOST_NODES}")
         if relaunch.priorities(replica.priority, replica.count) is None:
@@ -193,13 +195,15 @@ def as_decoded(value: T) -> T:
 
 
 def _bad(what: str) -> Rejected:
-    return Rejected(f"The fleet cannot be as wished: {what}.", code=ErrorCode.BAD_FLEET)
+    return Rejected(f"The fleet is not valid: {what}.", code=ErrorCode.BAD_FLEET)
 
 
 def _nodes_listed(command: NodesListed, decision: Decision) -> Reply:
     _known_fleet(decision.state)
     if max(command.master_epoch, command.next_id) > _LARGEST:
-        raise malformed("The platform tells of a master epoch or a node id that cannot be.")
+        raise malformed(
+            f"`master_epoch` and `next_id` must be at most {_LARGEST} (got {command.master_epoch} and {command.next_id})."
+        )
 
     platform_news.hear_list(decision, command)
     decision.is_unsettled = True
@@ -234,7 +238,7 @@ def _scale_replicas(command: ScaleReplicas, decision: Decision) -> Reply:
         )
     if command.node_type is not NodeType.EVALUATOR and reconcile.is_training_over(fleet):
         raise Rejected(
-            "The training is over: nobody can be added to it, only to the evaluation.", code=ErrorCode.BAD_STAGE
+            "The training is over: no node can be added to it, only to the evaluation.", code=ErrorCode.BAD_STAGE
         )
     least = 1 if command.node_type is NodeType.PS else 0
     if not least <= command.count <= MOST_NODES:
@@ -293,7 +297,7 @@ def _check_size(resource: Resource, whose: str, refusal: str, code: ErrorCode) -
     if odd := _odd_number(msgspec.to_builtins(resource)):
         raise Rejected(f"{whose} {refusal}: {odd}.", code=code)
     if resource.cpu < 0 or resource.memory_mb < 0 or resource.gpus < 0:
-        raise Rejected(f"{whose} cannot have less than nothing: {resource}.", code=code)
+        raise Rejected(f"{whose}: resources must be at least 0 (got {resource}).", code=code)
 
 
 def on_job_grows(decision: Decision, max_nodes: int) -> None:
@@ -400,7 +404,7 @@ def _ps_ready(command: PsReady, decision: Decision) -> Reply:
     if parameter_servers.is_somebody_awaited(fleet):
         decision.say(
             "The workers say that they have switched, but some of their next parameter servers are not there yet: "
-            "nobody may go until they have switched to those."
+            "no server is removed until they have switched to those."
         )
     elif command.addresses and command.addresses != addresses:
         decision.say(
@@ -417,7 +421,7 @@ def _relaunch_node(command: RelaunchNode, decision: Decision) -> Reply:
     node = _node_of_platform(command, decision)
 
     because = command.reason[:MAX_REASON].rstrip(".")
-    why = f"somebody asked for it{f' ({because})' if because else ''}"
+    why = f"it was requested{f' ({because})' if because else ''}"
     cordoned = node.host if command.is_cordoned else ""
     machine = f"; its machine {cordoned} is avoided from now on" if cordoned else ""
     decision.say(f"{node.label[:1].upper()}{node.label[1:]} is exchanged, because {why}{machine}.")

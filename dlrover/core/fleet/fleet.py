@@ -243,7 +243,7 @@ class Fleet(Struct, kw_only=True):
         )
 
     def removal_of(self, node: FleetNode, master_epoch: int) -> RemoveNode:
-        assert node.removal is not None, f"nobody wants {node.label} removed"
+        assert node.removal is not None, f"{node.label} is not to be removed"
         return RemoveNode(
             id=node.id,
             name=node.name,

@@ -188,7 +188,7 @@ def _hear_of_unwanted(fleet: Fleet, node: FleetNode) -> None:
         return
     node.is_gone = node.is_over = False
     if node.agent is None:
-        fleet.remove(node, Removal("nobody wants it"))
+        fleet.remove(node, Removal("it is not wanted"))
 
 
 def _hear_absence(decision: Decision, node: FleetNode) -> None:

@@ -104,7 +104,9 @@ def _account(command: AccountGoodput, decision: Decision) -> Reply:
     nodes = decision.state.nodes
     for account in command.accounts:
         if any(not 0 <= millis <= _MOST_MILLIS for millis in account.millis):
-            raise malformed(f"The account of node {account.node} has times that cannot be.")
+            raise malformed(
+                f"The account of node {account.node} has a time out of range: each must be from 0 to {_MOST_MILLIS} ms."
+            )
 
     for account in command.accounts:
         node = nodes.live.get(account.node)

@@ -157,9 +157,9 @@ def _of_command(command: Command, outcome: Outcome, state: JobState, now: Micros
             labels = {each.name: each.state.value for each in command.results[:MAX_LABELS]}
             yield event(now, level, name, command.message, labels=labels)
         case StopJob():
-            yield event(now, WARN, "job-stopped", command.message or "Somebody stopped the job.")
+            yield event(now, WARN, "job-stopped", command.message or "A user stopped the job.")
         case RequestSave():
-            yield event(now, INFO, "save-asked", command.reason or "Somebody asked for a checkpoint.")
+            yield event(now, INFO, "save-asked", command.reason or "A user asked for a checkpoint.")
 
 
 def _of_failures(command: ReportFailure, state: JobState, now: Micros) -> Iterator[JobEvent]:

@@ -142,7 +142,7 @@ _CHOICES = (
     (
         TimeClass.CHECKPOINT,
         "free-checkpoints",
-        "Saves that block nobody (lazy saves, fewer storage saves) would have saved up to {seconds:.1f} node-seconds.",
+        "Saves that do not block training (lazy saves, fewer storage saves) would have saved up to {seconds:.1f} node-seconds.",
     ),
     (
         TimeClass.DATA_WAIT,

@@ -205,7 +205,7 @@ def _check_attach(command: Attach) -> None:
     is_size_sane = 1 <= command.local_world_size <= MOST_WORKERS
     if not command.launch or not is_size_sane or min(counters) < 0 or max(counters) > LARGEST:
         raise malformed(
-            f"An attach needs a launch, from 1 to {MOST_WORKERS} workers, and no negative or absurd number in "
+            f"An attach needs a launch, from 1 to {MOST_WORKERS} workers, and no negative or too large number in "
             "node_rank, incarnation and running_round."
         )
     is_place_sane = len(command.place) <= _DEEPEST_PLACE and all(len(name) <= _LONGEST_NAME for name in command.place)

@@ -247,7 +247,7 @@ def _await_order(command: AwaitOrder, decision: Decision) -> Reply:
 
 def _nodes_ordered(command: NodesOrdered, decision: Decision) -> Reply:
     if len(command.ranks) > MOST_NODES or any(not 0 <= rank <= LARGEST for rank in command.ranks):
-        raise malformed("The order of the nodes names ranks that cannot be.")
+        raise malformed(f"The order of the nodes must have at most {MOST_NODES} ranks from 0 to {LARGEST}.")
 
     rdzv = decision.state.rendezvous
     rdzv.order = tuple(dict.fromkeys(command.ranks))
@@ -295,7 +295,7 @@ def _restart_workers(command: RestartWorkers, decision: Decision) -> Reply:
         )
 
     because = command.reason[:MAX_REASON].rstrip(".")
-    restart_workers(decision, f"somebody asked for a restart of the workers{f': {because}' if because else ''}")
+    restart_workers(decision, f"a user asked for a restart of the workers{f': {because}' if because else ''}")
     decision.is_unsettled = True
     return Done()
 
@@ -336,7 +336,7 @@ def _exit_of_leave(reason: LeaveReason) -> NodeExit:
 
 
 def _too_many(state: JobState) -> Leave:
-    assert state.terms is not None, "somebody waits for a world before anybody came"
+    assert state.terms is not None, "a node waits for a world before any node came"
     limits = state.limits
     return Leave(
         f"a world has at most {limits.max_nodes} nodes, and none had room for this one within {limits.pend_timeout:g} s "

@@ -39,7 +39,7 @@ def decide(state: JobState, known: ScaleFacts) -> ScaleVerdict | None:
     return ScaleVerdict(
         outcome=ScaleOutcome.PLANNED,
         sentence=(
-            f"Node rank {slow.rank} is exchanged for another one, elsewhere: the others wait {slow.wait_per_step:.3g} s for it in each "
+            f"Node rank {slow.rank} is exchanged for one on another machine. The others wait {slow.wait_per_step:.3g} s for it in each "
             f"step of {newest.step_time:.3g} s ({gain:+.0%} speed is expected, and the change costs {known.cost:.1f} s)."
         ),
         plan=plan,

@@ -51,7 +51,7 @@ class People:
         master = self._sim.masters.listening()
         if master is None or master.job.end is not None:
             return False
-        self._sim.note(f"somebody asks for {min_nodes} to {max_nodes} nodes")
+        self._sim.note(f"a person asks for {min_nodes} to {max_nodes} nodes")
         master.hear(ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes))
         return True
 
@@ -63,7 +63,7 @@ class People:
             return False
         least = {NodeType.WORKER: sim.shape.min_nodes, NodeType.PS: 1}.get(node_type, 0)
         count = least + pick % (fleet.replicas[node_type].count - least + 2)
-        sim.note(f"somebody asks for {count} nodes of type {node_type}")
+        sim.note(f"a person asks for {count} nodes of type {node_type}")
         self.scaled_types[node_type] = None
         master.hear(ScaleReplicas(node_type=node_type, count=count))
         return True
@@ -86,7 +86,7 @@ class People:
         if self.want_pause or sim.ended_at is not None or sim.masters.listening() is None:
             return False
         self.want_pause = True
-        self._ask(SuspendJob(reason="somebody needs the machines", is_releasing=is_releasing))
+        self._ask(SuspendJob(reason="another job needs the machines", is_releasing=is_releasing))
         # Nodes that are not released keep running: then a suspension does not excuse a job that stands still.
         sim.troubles.pass_by(duration, self._let_go_on, is_trouble=is_releasing)
         return True
@@ -129,7 +129,7 @@ class People:
         """They see that the job goes on, and ask once more."""
         self.is_paused = False
         if self.want_pause:
-            self._ask(SuspendJob(reason="somebody still needs the machines"))
+            self._ask(SuspendJob(reason="another job still needs the machines"))
 
     def has_just_resumed(self) -> bool:
         """Too short ago for any patience, which began anew: the job's own for a round, a moment before we heard of it."""

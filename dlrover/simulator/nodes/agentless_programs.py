@@ -87,7 +87,7 @@ class AgentlessPrograms:
                 raise Violation("servers", f"the workers shall use parameter server {node.id}, which never ran")
             is_other = former != node.id and former in cloud.started
             if is_other and self._version_now() <= self._version:
-                raise Violation("servers", f"nobody tells that the variables of parameter server {former} are lost")
+                raise Violation("servers", f"no notice says that the variables of parameter server {former} are lost")
 
     def _version_now(self) -> int:
         master = self._sim.masters.newest

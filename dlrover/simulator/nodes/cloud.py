@@ -405,7 +405,7 @@ class VirtualCloud(NodeSource):
         is_held_up = node.link.is_cut or node.link.is_slow or agent.sleep.since is not None
         is_disturbed = node.disturbed_at >= decided_at or self.sim.masters.were_disturbed_since(decided_at)
         if agent.workers.is_training and is_attached and not is_held_up and not is_disturbed:
-            raise Violation("fleet", f"{node.label} shall be removed, and trains on as if nobody had told it")
+            raise Violation("fleet", f"{node.label} shall be removed, and trains on as if it had not been told")
 
     def _leaves_by_itself(self, node: CloudNode) -> bool:
         """Its removal need not be asked for."""
@@ -416,4 +416,4 @@ class VirtualCloud(NodeSource):
         for id_ in [*self.nodes, *self.launching]:
             is_leaving = id_ in self.nodes and self._leaves_by_itself(self.nodes[id_])
             if id_ not in self.asked_to_remove and not is_leaving:
-                raise Violation("fleet", f"the job is over, and nobody asked for the removal of node {id_}")
+                raise Violation("fleet", f"the job is over, and the removal of node {id_} was not asked for")

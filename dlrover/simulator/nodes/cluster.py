@@ -303,4 +303,4 @@ class VirtualCluster(VirtualCloud):
         fleet = None if master is None else master.job.state.fleet
         known = None if fleet is None else fleet.nodes.get(id_)
         if fleet is not None and (known is None or not known.is_live):
-            raise Violation("pods", f"{node.launch.name} was created late, and nobody wants or removes it")
+            raise Violation("pods", f"{node.launch.name} was created late, and the job neither wants nor removes it")

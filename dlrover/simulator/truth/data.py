@@ -128,7 +128,7 @@ class ReadingWorld:
     ) -> None:
         self.first = first
         """On its node is global rank 0, which speaks for all."""
-        assert first.workers.group is not None, "nobody runs"
+        assert first.workers.group is not None, "no worker runs"
         self.round = first.workers.group.world.round
         self.model = model
         self.text = text

@@ -287,7 +287,7 @@ def explain_end(sim: SimulationPart, job: Job, end: JobEnd) -> str | None:
             if not sim.ledger.node_failures and not sim.ledger.num_lost_nodes:
                 return f"no node was lost and none had failed: {end.message}"
         case ExitReason.STOPPED_BY_USER:
-            return None if sim.ledger.num_aborted else f"nobody stopped the job: {end.message}"
+            return None if sim.ledger.num_aborted else f"no person stopped the job: {end.message}"
         case _ if end.first_failure is not None and sim.tasks is not None:
             limit = policy.max_without_progress if policy.max_restarts is None else policy.max_restarts
             if sum(charged.values()) <= limit:
@@ -308,7 +308,7 @@ def _states_agree_with_wishes(sim: SimulationPart, job: Job) -> str | None:
     state = job.state
     for node in state.nodes.live.values():
         if node.desired.wish != wish_of(state, node):
-            return f"nobody told {node.label} about its new wish"
+            return f"{node.label} was not told about its new wish"
         if node.desired.master_epoch != state.master_epoch:
             return f"{node.label} has a wish of master epoch {node.desired.master_epoch}, not {state.master_epoch}"
     return None
@@ -408,7 +408,7 @@ def _intents_are_done(sim: SimulationPart, job: Job) -> str | None:
         return None
     for node in fleet.nodes.values():
         if node.is_live and node.phase is NodePhase.INITIAL and not sim.people.want_pause:
-            return f"nobody asked for {node.label}"
+            return f"no person asked for {node.label}"
         if node.removal is not None:
             return f"{node.label} shall be removed and is still there: {node.removal.reason}"
     return None

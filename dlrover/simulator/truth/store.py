@@ -108,7 +108,7 @@ class StoreTraffic:
         values = {} if room is None else room.values
         for key, seen in self._seen.items():
             if int(values.get(key, b"0")) < seen:
-                raise Violation("KV", f"{key} is {values.get(key)!r}, and somebody was told {seen}")
+                raise Violation("KV", f"{key} is {values.get(key)!r}, and a worker was told {seen}")
         for key, value in values.items():
             if key not in self._issued:
                 continue

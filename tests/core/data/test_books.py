@@ -415,7 +415,7 @@ def test_nobody_waits_for_ever_for_the_word_about_the_model(scene: Reading) -> N
     assert not scene.take("b")
     scene.at(2 * RESTORE_PATIENCE + 2)
     assert scene.take("b")
-    assert "Nobody said which model" in scene.job.state.verdict
+    assert "did not say in time which model" in scene.job.state.verdict
 
 
 def test_while_the_master_is_away_nobody_can_say_which_model_it_is(scene: Reading) -> None:

@@ -132,7 +132,7 @@ def test_a_word_that_never_comes_is_not_waited_for_for_ever() -> None:
     assert not scene.exchange("b", want=1, has_model=True).shards
     scene.at(RESTORE_PATIENCE + 1)
     assert places(list(scene.exchange("b", want=1, has_model=True).shards)) == [(0, 10)]
-    assert "Nobody said which model" in " ".join(scene.verdicts)
+    assert "did not say in time which model" in " ".join(scene.verdicts)
 
 
 @pytest.mark.parametrize("is_explicit", [True, False])
@@ -221,7 +221,7 @@ def test_a_state_of_another_cut_is_said_and_changes_nothing(scene: Reading) -> N
     other = Reading(terms(1)).begin("a", spec=replace(SPEC, size=200))
     read_steps(other, 1)
     scene.restored("a", 1, data_state=state_of(other, 1))
-    assert "goes on as its books say" in " ".join(scene.verdicts)
+    assert "goes on from the job's own records" in " ".join(scene.verdicts)
     assert scene.state().num_todo == 100
 
 
@@ -230,7 +230,7 @@ def test_a_model_behind_what_is_final_without_a_state_is_said(scene: Reading) ->
     commit(scene, 3, scene.round)
     scene.new_round("a")
     scene.restored("a", 1)
-    assert "nothing tells what it had read of 'd'" in " ".join(scene.verdicts)
+    assert "no record says what it had read of 'd'" in " ".join(scene.verdicts)
 
 
 @pytest.mark.parametrize("is_registered_first", [True, False])

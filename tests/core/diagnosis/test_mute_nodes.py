@@ -18,7 +18,7 @@ def test_a_node_from_which_nobody_comes_is_exchanged_twice_and_then_told_of() ->
         (found,) = mute.look(scene.job.state, scene.now)
         assert found.wish is not None
         assert found.wish.platform_node == newest
-        assert "nobody has come from it" in found.verdict.evidence[0]
+        assert "no agent has connected from it" in found.verdict.evidence[0]
         scene.do(found.wish)
         newest = scene.launched[-1]
         scene.run(newest)

@@ -116,7 +116,7 @@ class TestValues:
         store = KvStore()
         store.apply(put("b"))
         answer = store.answer(KvGet(keys=("a", "b", "c")))
-        assert missing(answer) == "Nobody has set 'a', 'c'."
+        assert missing(answer) == "No process has set 'a', 'c'."
         assert isinstance(answer, NotYet)
         assert answer.topics == ("kv/0/a", "kv/0/c")
         store.apply(put("a"))

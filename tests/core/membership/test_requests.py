@@ -64,7 +64,7 @@ def test_the_agent_of_an_exchanged_node_hears_at_once_that_it_shall_end() -> Non
     agent = scene.agents["n1"]
     outcome = scene.do(RelaunchNode(node=agent.node, reason="slow disk"))
     assert streams_ended_by(outcome) == [(agent.node, agent.incarnation)]
-    with pytest.raises(Rejected, match=r"let go, because somebody asked for it \(slow disk\). It shall end") as refused:
+    with pytest.raises(Rejected, match=r"let go, because it was requested \(slow disk\). It shall end") as refused:
         scene.attach("n1")
     assert refused.value.code == "node-released"
 
@@ -85,7 +85,7 @@ def test_an_agent_without_a_stream_hears_it_when_it_is_back() -> None:
     scene.at(10).break_stream("n1")
     outcome = scene.at(11).do(RelaunchNode(node=scene.agents["n1"].node))
     assert streams_ended_by(outcome) == []
-    with pytest.raises(Rejected, match=r"somebody asked for it\. It shall end"):
+    with pytest.raises(Rejected, match=r"it was requested\. It shall end"):
         scene.at(12).attach("n1")
 
 

@@ -194,11 +194,11 @@ async def test_a_key_that_is_deleted_again_is_still_waited_for(start_master: Sta
 
 async def test_a_wait_that_ends_names_what_was_missing(start_master: StartMaster, connect: Connect) -> None:
     node, _ = await a_running_node(start_master, connect)
-    with pytest.raises(Rejected, match="Nobody has set 'k'") as refused:
+    with pytest.raises(Rejected, match="No process has set 'k'") as refused:
         await node.ask(KvGet(keys=("k",), wait=0.05))
     assert refused.value.code == "kv-timeout"
     for impatient in (0.0, -1.0, float("nan")):
-        with pytest.raises(Rejected, match="Nobody has set 'k'"):
+        with pytest.raises(Rejected, match="No process has set 'k'"):
             await node.ask(KvWait(keys=("k",), wait=impatient))
     assert await node.ask(SyncFinished(name="s", wait=0.05)) == SyncState(False)
 

@@ -170,7 +170,7 @@ async def test_a_node_that_is_exchanged_is_told_so_at_once(start_master: StartMa
     assert (
         await ask(master.address, RelaunchNode(node=agent.node, reason="slow disk"), token=TOKEN, timeout=10) == Done()
     )
-    with pytest.raises(Rejected, match=r"somebody asked for it \(slow disk\)") as refused:
+    with pytest.raises(Rejected, match=r"it was requested \(slow disk\)") as refused:
         await asyncio.wait_for(agent.running, 20)
     assert refused.value.code == "node-released"
     assert agent.attachments.empty()

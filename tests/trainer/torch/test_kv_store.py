@@ -357,7 +357,7 @@ def test_nothing_is_added_to_what_is_no_number(make: MakeStore) -> None:
 class TestOurs:
     def test_an_error_names_what_is_missing(self, make: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kv_store, "_MARGIN", 30.0)  # of an agent that is only busy
-        with pytest.raises(DistStoreError, match=r"wait timeout after 150ms: Nobody has set 'test-\d+/b'"):
+        with pytest.raises(DistStoreError, match=r"wait timeout after 150ms: No process has set 'test-\d+/b'"):
             make(SHORT).wait(["b"])
 
     def test_what_is_too_large_is_refused_and_changes_nothing(self, make: MakeStore) -> None:

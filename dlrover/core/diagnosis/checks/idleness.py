@@ -170,10 +170,10 @@ class IdleDevices:
                 self.name,
                 FaultClass.NETWORK,
                 (),
-                f"Nobody has gone on for {seconds:.0f} s, and no matrix unit of the devices of all {len(rests)} nodes has worked for {self.lasting:.0f} s.",
+                f"No rank has made progress for {seconds:.0f} s, and no matrix unit of the devices of all {len(rests)} nodes has worked for {self.lasting:.0f} s.",
                 confidence=0.8,
                 action=ActionKind.RESTART_WORKERS,
-                reasoning="Devices that do nothing while nobody goes on wait for each other; nothing says for whom.",
+                reasoning="Devices that do nothing while no rank makes progress wait for each other. Nothing shows which one is to blame.",
             )
 
     def _is_at_rest(self, sample: Sample) -> bool | None:
@@ -223,7 +223,7 @@ class IdleJob:
                 f"The workers of all {len(scene.places)} nodes have used next to no processor for {seconds / 60:.0f} minutes.",
                 confidence=0.6,
                 action=ActionKind.RESTART_WORKERS,
-                reasoning="Nobody tells of progress, and nothing that trains on processors rests for so long.",
+                reasoning="No progress is reported, and nothing that trains on processors rests for so long.",
             )
 
     def _is_idle(self, report: ResourceReport) -> bool:

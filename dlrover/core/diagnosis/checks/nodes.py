@@ -103,7 +103,7 @@ class DiskFull:
                     _node(node),
                     f"Node {node} has {amount(report.disk_free_bytes)} of disk left.",
                     confidence=0.9,
-                    reasoning="Training goes on, but the next checkpoint or log may fail: somebody has to make room.",
+                    reasoning="Training goes on, but the next checkpoint or log may fail. Free space on that disk.",
                 )
 
 
@@ -163,7 +163,7 @@ class Devices:
                     _node(node),
                     *report.troubles[:4],
                     confidence=0.5,
-                    reasoning="What cannot be measured may be well all the same.",
+                    reasoning="What cannot be measured may still be healthy.",
                 )
 
 

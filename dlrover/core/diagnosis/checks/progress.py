@@ -75,9 +75,9 @@ class Numerics:
             self.name,
             FaultClass.NUMERICS,
             () if is_everybody else blame_ranks(began),
-            f"{_subject(began)} reported {name} that is not a number{where}.",
+            f"{_subject(began)} reported {name} that is NaN or Inf{where}.",
             confidence=0.9,
-            reasoning="A restart repeats it unless the data or the rate change: people have to look.",
+            reasoning="A restart repeats it unless the data or the learning rate change. Look at both.",
         )
 
 
@@ -135,9 +135,9 @@ class CorruptionVote:
                 blame_ranks(odd),
                 f"At step {step} {say_ranks([record.global_rank for record in majority])} agree on their parameters, and "
                 f"{say_ranks([record.global_rank for record in rest])} differ.",
-                "" if is_decided else "There is no majority, so nobody can say who is right.",
+                "" if is_decided else "There is no majority, so it is unknown which state is right.",
                 confidence=0.95 if is_decided else 0.5,
-                reasoning="Which state is right only an older checkpoint can tell: go back to one and leave that node out.",
+                reasoning="Only an older checkpoint shows which state is right. Go back to one and leave that node out.",
             )
             return
 

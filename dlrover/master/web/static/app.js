@@ -89,7 +89,7 @@ async function act(name, node) {
     const said = await answer.json();
     toast(answer.ok ? said.message : said.error);
   } catch {
-    toast("The master cannot be reached; nobody knows whether it heard this.");
+    toast("The master cannot be reached; it may have heard this, or not.");
   }
 }
 
@@ -138,7 +138,7 @@ byId("log-show").addEventListener("click", () => showLog());
 byId("log-name").addEventListener("focus", logNames);
 byId("metric").addEventListener("change", () => panels.plots(store));
 
-// Theme: as the system has it, until somebody chooses.
+// Theme: as the system has it, until a person chooses.
 
 const theme = byId("theme");
 function isDark() {
