@@ -22,6 +22,7 @@ from dlrover.core.scaling.servers.plans import (
     is_small_change,
     judged,
     measured_servers,
+    total_cores,
     watched,
 )
 from dlrover.core.scaling.state import MeasuredRun, Scaling
@@ -163,6 +164,8 @@ def _fitted(state: JobState, known: ScaleFacts, configuration: Configuration, fi
     ranked = sorted(found, key=lambda each: (-each[0], _cores(each[1]), each[1]))
     shown: list[ScaleCandidate] = []
     for ratio, option in ranked:
+        if len(shown) >= MOST_SHOWN and not _may_pay(scaling, ratio - 1, now, option):
+            continue  # a brake would hold it, and no one sees it: its plan and the limits are not looked at
         plan = _plan_of(state, configuration, now, option)
         promise = _promise(state, plan, ratio - 1, now, option)
         brake = brakes.of_plan(scaling, known, promise)
@@ -209,11 +212,11 @@ def search(
 
     present = step_time(now)
     seen: dict[ServerOption, float] = {now: 1.0}
-    frontier = [now]
+    frontier, cores_now = [now], total_cores(state)
     while frontier and len(seen) < MOST_EVALUATIONS:
         best = max(frontier, key=lambda option: (seen[option], option))
         frontier.remove(best)
-        for option in _steps(state, known, best, now):
+        for option in _steps(state, known, best, now, cores_now):
             if option in seen or len(seen) >= MOST_EVALUATIONS:
                 continue
             time = step_time(option)
@@ -234,7 +237,9 @@ def _given(configuration: Configuration, node_type: NodeType) -> float:
     return 0.0 if group is None else group.cpu
 
 
-def _steps(state: JobState, known: ScaleFacts, one: ServerOption, now: ServerOption) -> list[ServerOption]:
+def _steps(
+    state: JobState, known: ScaleFacts, one: ServerOption, now: ServerOption, cores_now: float
+) -> list[ServerOption]:
     terms, found = state.scaling.terms, []
     if NodeType.WORKER in terms.types:
         cap = _user_workers(state)
@@ -250,13 +255,14 @@ def _steps(state: JobState, known: ScaleFacts, one: ServerOption, now: ServerOpt
             found += [
                 one._replace(server_cpu=cpu) for cpu in _cores_around(state.scaling, one.server_cpu, now.server_cpu)
             ]
-    return [each for each in found if _is_server_part_worth_it(state, each, now)]
+    return [each for each in found if _is_server_part_worth_it(each, now, cores_now)]
 
 
-def _is_server_part_worth_it(state: JobState, option: ServerOption, now: ServerOption) -> bool:
+def _is_server_part_worth_it(option: ServerOption, now: ServerOption, cores_now: float) -> bool:
     """Servers stay as they are, or change by so much that it is worth a switch (§8.6)."""
     is_same = (option.servers, option.server_cpu) == (now.servers, now.server_cpu)
-    return is_same or not option.server_cpu or not is_small_change(state, option.servers * option.server_cpu)
+    wanted = option.servers * option.server_cpu
+    return is_same or not wanted or not (cores_now > 0 and rules.is_in_dead_band(wanted, cores_now))
 
 
 def _cores_around(scaling: Scaling, cores: float, now: float) -> list[float]:
@@ -323,8 +329,7 @@ def _plan_of(state: JobState, configuration: Configuration, now: ServerOption, o
 
 def _promise(state: JobState, plan: SizePlan, gain: float, now: ServerOption, option: ServerOption) -> Promise:
     resources = _cores(option) / _cores(now)
-    share = allreduce.SHARE[state.scaling.terms.scale_for]
-    demanded = share * (resources - 1) * (1 if resources > 1 else allreduce.SHRINK)
+    demanded = _demanded(state.scaling, resources)
     objective = "" if gain >= demanded else f"it promises {gain:+.1%} speed and {resources - 1:+.0%} cores"
     return Promise(
         plan,
@@ -335,6 +340,19 @@ def _promise(state: JobState, plan: SizePlan, gain: float, now: ServerOption, op
         excess_of(state, plan),
         objective,
     )
+
+
+def _may_pay(scaling: Scaling, gain: float, now: ServerOption, option: ServerOption) -> bool:
+    """False: its objective, or that it brings too little, is enough to hold it."""
+    resources = _cores(option) / _cores(now)
+    is_enough = gain >= allreduce.LEAST_GAIN or max(0.0, 1 - resources) >= allreduce.LEAST_SAVING
+    return is_enough and gain >= _demanded(scaling, resources)
+
+
+def _demanded(scaling: Scaling, resources: float) -> float:
+    """Gain that the objective demands of so many times the present cores."""
+    share = allreduce.SHARE[scaling.terms.scale_for]
+    return share * (resources - 1) * (1 if resources > 1 else allreduce.SHRINK)
 
 
 def _cores(option: ServerOption) -> float:
