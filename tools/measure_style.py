@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TypeGuard
 
 ROOT = Path(__file__).parent.parent
 FULL_CLASS = 20
@@ -187,11 +188,13 @@ def num_methods(modules: Sequence[Module]) -> dict[str, int]:
 def swallowing_handlers(modules: Sequence[Module]) -> list[str]:
     """Places of handlers that catch everything and raise nothing."""
     return [
-        f"{module.name}:{node.lineno}"
-        for module in modules
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _raises(node)
+        f"{module.name}:{node.lineno}" for module in modules for node in ast.walk(module.tree) if is_swallowing(node)
     ]
+
+
+def is_swallowing(node: ast.AST) -> TypeGuard[ast.ExceptHandler]:
+    """Whether it is a handler that catches everything and raises nothing."""
+    return isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _raises(node)
 
 
 def _is_broad(caught: ast.expr | None) -> bool:
