@@ -291,7 +291,7 @@ class PlatformContract:
         assert room.reason
 
     async def test_a_question_for_room_that_makes_no_sense_is_refused(self, lab):
-        with pytest.raises(Rejected, match="less than nothing"):
+        with pytest.raises(Rejected, match="resources must be at least 0"):
             await lab.platform().room(Resource(cpu=-1.0))
 
     async def test_two_jobs_do_not_see_each_others_nodes(self, lab):
@@ -310,7 +310,7 @@ class PlatformContract:
         [
             (launch(-1), "ids are 0 or more"),
             (launch(0, rank=-2), "ranks are 0 or more"),
-            (launch(0, memory_mb=-1), "less than nothing"),
+            (launch(0, memory_mb=-1), "resources must be at least 0"),
             (LaunchNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, name=""), "give it a name"),
             (remove(0, grace=float("nan")), "give 0 or more"),
         ],

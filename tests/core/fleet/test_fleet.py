@@ -111,7 +111,7 @@ class TestDefinition:
             (FleetSpec(replicas=workers(-1)), "count"),
             (FleetSpec(replicas=workers(2, max_relaunches=-1)), "relaunches"),
             (FleetSpec(replicas=workers(2, priority="urgent")), "urgent"),
-            (FleetSpec(replicas=workers(2, resource=Resource(cpu=-1))), "less than nothing"),
+            (FleetSpec(replicas=workers(2, resource=Resource(cpu=-1))), "resources must be at least 0"),
             (FleetSpec(replicas=workers(2), strategy=Strategy.PS), "ps"),
             (FleetSpec(replicas=workers(2), strategy=Strategy.CUSTOM), "ps"),
             (FleetSpec(replicas=workers(2), group_affinity={0: 3}), "places 3 workers"),

@@ -188,7 +188,7 @@ class TestSizes:
         ("node_type", "resource", "said"),
         [
             (NodeType.EVALUATOR, Resource(cpu=1), "no nodes of type evaluator"),
-            (NodeType.WORKER, Resource(cpu=-1), "less than nothing"),
+            (NodeType.WORKER, Resource(cpu=-1), "resources must be at least 0"),
             (NodeType.WORKER, Resource(cpu=math.nan), "give a finite number"),
             (NodeType.WORKER, Resource(cpu=5), "10 cores, and the job's limit is 8"),
         ],
@@ -278,7 +278,7 @@ class TestMigration:
 
     def test_less_than_nothing_cannot_be_given(self) -> None:
         scene = FleetScene.of(2).train(0, 1)
-        with pytest.raises(Rejected, match="less than nothing"):
+        with pytest.raises(Rejected, match="resources must be at least 0"):
             scene.do(MigrateNode(node=PlatformId(1), resource=Resource(cpu=-1)))
 
     @pytest.mark.parametrize("resource", [Resource(cpu=math.inf), Resource(cpu=math.nan), Resource(memory_mb=2**60)])
