@@ -254,8 +254,8 @@ def test_a_job_that_has_begun_believes_its_own_books(source: CsvSource, opened: 
 
 def test_bad_parameters_are_named(source: CsvSource, tmp_path: Path) -> None:
     for options, said in (
-        ({"batch_size": 0}, "Batches of 0"),
-        ({"batch_size": 4, "batches_per_shard": -1}, "shards of -1 batches"),
+        ({"batch_size": 0}, r"`batch_size` must be at least 1 \(got 0\)"),
+        ({"batch_size": 4, "batches_per_shard": -1}, r"batches per shard at least 0 \(got -1\)"),
         ({"batch_size": 4, "shuffle": "all"}, "shuffle is"),
     ):
         with pytest.raises(ConfigError, match=said):
