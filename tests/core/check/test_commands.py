@@ -306,7 +306,7 @@ def test_who_never_comes_to_the_next_phase_is_at_fault() -> None:
     assert scene.running() == []
     scene.pass_time(331).settle()
     assert isinstance(scene.wish("b"), Leave)
-    assert "did not come" in scene.wish("b").reason  # type: ignore[union-attr]
+    assert "did not join" in scene.wish("b").reason  # type: ignore[union-attr]
 
 
 def test_who_does_not_report_in_time_has_failed() -> None:

@@ -287,7 +287,7 @@ class TestCommit:
         with pytest.raises(Rejected):
             scene.wrote("b", 2)
         scene.wrote("b", 0)
-        with pytest.raises(Rejected, match="says something else") as refusal:
+        with pytest.raises(Rejected, match="differs from that") as refusal:
             scene.wrote("a", 1, num_shards=3)
         assert refusal.value.code == "attempt-differs"
 

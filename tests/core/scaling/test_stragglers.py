@@ -44,7 +44,7 @@ def test_a_slow_node_is_exchanged_once_and_away_from_its_machine() -> None:
     assert f"m{old}" in driver.launches[-1].avoid_hosts
     made = driver.status.decisions[-1]
     assert made.outcome is ScaleOutcome.PLANNED
-    assert "the others wait 0.3 s for it in each step of 1 s (+43% speed is expected" in made.sentence
+    assert "The others wait 0.3 s for it in each step of 1 s (+43% speed is expected" in made.sentence
     assert driver.nodes == 3
     fleet = driver.job.state.fleet
     assert fleet is not None
