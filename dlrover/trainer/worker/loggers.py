@@ -20,7 +20,6 @@ NAMES = (
     "dlrover.trainer.sync",
     "dlrover.trainer.tensorflow",
     "dlrover.compat.client.brain_client",
-    "dlrover.compat.client.building",
     "dlrover.compat.client.comm",
     "dlrover.compat.client.diagnosis",
     "dlrover.compat.client.master_client",
