@@ -336,6 +336,9 @@ FOUND = {
     # The answer to a launch was lost and the pod evicted before the launch was tried again: a second pod beside its successor. The
     # core has it removed; the check asked that it never be.
     "an-evicted-pod-is-made-once-more": draw_plan(5737),
+    # The same, and the job was stopped while the watch was broken, so that no list showed the second pod. The operator removes it; the
+    # check asked that the master do so.
+    "a-job-ends-before-a-late-pod-is-found": draw_plan(6712),
     # A round has 120 s, and they begin anew when a job is resumed. The check gave it 300 s.
     "a-resumed-job-has-the-patience-of-a-round": draw_plan(2708),
 }

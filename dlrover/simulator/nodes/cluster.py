@@ -62,6 +62,7 @@ class VirtualCluster(VirtualCloud):
         """So long the master sleeps, and is followed, between the next entry and what follows it."""
         self.num_conflicts = 0
         self.num_late_creates = 0
+        self._made_late: dict[PlatformId, None] = {}
         self._created: dict[PlatformId, None] = {}
 
     # From an intent to a request.
@@ -279,8 +280,11 @@ class VirtualCluster(VirtualCloud):
     # What must hold.
 
     def _leaves_by_itself(self, node: CloudNode) -> bool:
-        """The cluster deletes it already. On a dead machine that takes longer than the job."""
-        return node.is_going
+        """
+        The cluster deletes it already, which on a dead machine takes longer than the job. Or it was made late, and the job ended
+        before the master found it: the operator removes the running pods of an ended job.
+        """
+        return node.is_going or node.launch.id in self._made_late
 
     def _late_create(self, intent: LaunchNode) -> None:
         """
@@ -288,6 +292,7 @@ class VirtualCluster(VirtualCloud):
         pod was evicted before the second. The master that runs the job now finds the node, and either wants it or removes it.
         """
         self.num_late_creates += 1
+        self._made_late[intent.id] = None
         self.sim.events.after(micros(UNWANTED), self._check_unwanted, intent.id, self.sim.events.now)
 
     def _check_unwanted(self, id_: PlatformId, since: int) -> None:
