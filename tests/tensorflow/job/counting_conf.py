@@ -70,7 +70,7 @@ def model_fn(features, labels, mode, params, config):
         return tf.estimator.EstimatorSpec(mode, loss=loss)
     if BURNING and os.environ.get("DLROVER_CLUSTER_VERSION") == "1":
         with tf.device(f"/job:ps/task:{BURNING}"):
-            work = v1.random_uniform([400, 400])
+            work = v1.random_uniform([600, 600])
             for _ in range(10):
                 work = tf.tanh(tf.matmul(work, work))
             loss += 1e-30 * tf.reduce_mean(work)
