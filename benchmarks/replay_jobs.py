@@ -310,8 +310,8 @@ class HistoricalJob:
     """
     Spec 07 in full: the job begins with what the CREATE stage gives, then WORKER_INITIAL, PS_INITIAL, RUNNING.
 
-    A loop of 30 s, once five samples are there; 300 s between plans, 3,600 s between changes of servers; phases `initial`, `sample`, `stable`. `request` None: the
-    user gave no numbers (more favourable than what the original does with numbers, which is to keep them); else they win (§9.2).
+    A loop of 30 s, once five samples are there; 300 s between plans, 3,600 s between changes of servers; phases `initial`, `sample`, `stable`. The
+    user gives no numbers, which favours these rules: given numbers would win and stay (§9.2).
     """
 
     def __init__(
