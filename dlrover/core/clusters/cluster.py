@@ -7,7 +7,7 @@ the evaluator's and begins the next version. What crosses from one version to th
     GATHERING → RESTORING → TRAINING → PARKING → SAVING → GATHERING of the next version
 
 For a save that shall be exact (`exact_saves`) the way leads from SAVING back to TRAINING of the same version.
-A loss of a server goes to GATHERING at once. Workers, and a chief beside living variables, come and go within a version.
+A loss of a server, or of a coordinator, goes to GATHERING at once. Workers, and a chief beside living variables, come and go within a version.
 
 Values in, sentences out: this room knows neither the platform nor the agents. `look` compares what is there with what shall be there, and may be
 called as often as a caller likes.
@@ -80,6 +80,7 @@ class TaskProcess(Struct, kw_only=True):
     """It runs: it has told the address of its server."""
     address: str = ""
     """Of its server; until it is bound, the one of the process before it on this seat in this version."""
+    is_coordinator: bool = False
     is_parked: bool = False
     is_ended: bool = False
     """It has done its work."""
@@ -249,7 +250,7 @@ class Cluster(Struct, kw_only=True):
             self.num_wanted_workers = around.num_workers
             self.number += 1
         gone = self._drop_gone(around)
-        lost = [process.seat.label for process in gone if process.seat.platform in self.servers]
+        lost = [each.seat.label for each in gone if each.is_coordinator or each.seat.platform in self.servers]
         is_chief_lost = any(process.seat.node_type is NodeType.CHIEF for process in gone)
         if self.finished_at is not None:
             return said
@@ -309,8 +310,8 @@ class Cluster(Struct, kw_only=True):
                 pass
         return said
 
-    def bound(self, process: TaskProcess, address: str) -> None:
-        process.is_bound, process.address = True, address
+    def bound(self, process: TaskProcess, address: str, *, is_coordinator: bool = False) -> None:
+        process.is_bound, process.address, process.is_coordinator = True, address, is_coordinator
         if process.seat.node_type is NodeType.WORKER:
             self.number += 1
 
@@ -382,7 +383,7 @@ class Cluster(Struct, kw_only=True):
             return []
         kind = process.seat.node_type
         if kind is NodeType.PS and self.finished_at is None:
-            return self._server_ended(process, now)
+            return self._vital_ended(process, now)
         process.is_ended = True
         self.number += 1
         if kind is NodeType.CHIEF:
@@ -404,8 +405,8 @@ class Cluster(Struct, kw_only=True):
         has_progress = former is None or former.progress < self.progress or is_long_life
         count = 1 if has_progress or former is None else former.count + 1
         self.failing[seat.label] = Failing(count, self.progress)
-        if seat.node_type is NodeType.PS:
-            return self._server_ended(process, now), count
+        if seat.node_type is NodeType.PS or process.is_coordinator:
+            return self._vital_ended(process, now), count
         said: list[str] = []
         if seat.node_type is NodeType.CHIEF and self.is_only_saving:
             self._go_on("The chief failed before it had saved: the others go on.", now, said)
@@ -425,7 +426,8 @@ class Cluster(Struct, kw_only=True):
 
     # How.
 
-    def _server_ended(self, process: TaskProcess, now: Micros) -> list[str]:
+    def _vital_ended(self, process: TaskProcess, now: Micros) -> list[str]:
+        """A server, or a coordinator: no version goes on without it."""
         said: list[str] = []
         if self.phase is ClusterPhase.GATHERING:
             self._restart(process)  # nobody has met it

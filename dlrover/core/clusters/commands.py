@@ -199,9 +199,11 @@ def _bound(command: ServerBound, decision: Decision) -> Reply:
         raise Rejected(
             f"{process.seat.label} reported no address that other processes can reach.", code=ErrorCode.MALFORMED
         )
+    if command.is_coordinator and process.seat.node_type is not NodeType.CHIEF:
+        raise Rejected(f"{process.seat.label} cannot coordinate; only the chief does.", code=ErrorCode.MALFORMED)
 
     number = cluster.number
-    cluster.bound(process, command.address)
+    cluster.bound(process, command.address, is_coordinator=command.is_coordinator)
     if cluster.number != number:
         _tell(decision)  # a coordinator waits for its workers
     decision.is_unsettled = True

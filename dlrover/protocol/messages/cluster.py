@@ -58,6 +58,8 @@ class ServerBound(ClusterCommand, tag=True, frozen=True, kw_only=True):
 
     address: str
     """host:port; empty: the process serves no other (an evaluator)."""
+    is_coordinator: bool = False
+    """It hands out all work of its version: if it is lost, nothing of the version goes on."""
 
 
 class ModelRestored(ClusterCommand, tag=True, frozen=True, kw_only=True):

@@ -41,7 +41,9 @@ P = ClusterPhase
 class PlayedJob:
     """A job whose processes do what they are asked for, one thing at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_coordinator: bool = False) -> None:
+        """`has_coordinator`: the chief hands out all work, so that nothing goes on without it."""
+        self.has_coordinator = has_coordinator
         self.scene = FleetScene(replace(terms(1), strategy=Strategy.PS))
         self.scene.begin(ps_job(num_workers=3, num_ps=2)).run()
         self.model: list[int] = []
@@ -104,7 +106,9 @@ class PlayedJob:
         ]
         chiefs = self.names(NodeType.CHIEF)
         if unbound:
-            self.tell(unbound[0], ServerBound(address=f"{unbound[0]}:{self.scene.world(unbound[0]).round}"))
+            coordinates = self.has_coordinator and unbound[0] in chiefs
+            address = f"{unbound[0]}:{self.scene.world(unbound[0]).round}"
+            self.tell(unbound[0], ServerBound(address=address, is_coordinator=coordinates))
         elif self.view.phase is P.RESTORING and chiefs:
             self.restore(chiefs[0])
         elif self.view.phase is P.PARKING:
@@ -145,13 +149,15 @@ _KINDS = ("read", "read", "read", "step", "step", "save", "time", *_FAULTS)
 
 
 @settings(max_examples=150)
-@given(st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(0, 1000)), max_size=80))
-def test_the_final_model_has_each_record_once_whatever_is_lost(events: list[tuple[str, int]]) -> None:
-    play(events)
+@given(st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(0, 1000)), max_size=80), st.booleans())
+def test_the_final_model_has_each_record_once_whatever_is_lost(
+    events: list[tuple[str, int]], has_coordinator: bool
+) -> None:
+    play(events, has_coordinator)
 
 
-def play(events: list[tuple[str, int]]) -> None:
-    job = PlayedJob()
+def play(events: list[tuple[str, int]], has_coordinator: bool) -> None:
+    job = PlayedJob(has_coordinator)
     for event, pick in events:
         if job.scene.job.end is not None:
             return  # more failures than a rank may have
@@ -214,4 +220,4 @@ def test_a_hundred_thousand_faults() -> None:
         draw = random.Random(seed)
         events = [(draw.choice(_KINDS), draw.randrange(1000)) for _ in range(draw.randrange(10, 120))]
         num_faults += sum(event in _FAULTS for event, _ in events)
-        play(events)
+        play(events, has_coordinator=seed % 2 == 0)

@@ -321,6 +321,34 @@ def test_a_coordinator_that_waits_for_its_workers_hears_of_each_at_once() -> Non
     assert any(isinstance(effect, LookAgain) and "cluster" in effect.topics for effect in outcome.effects)
 
 
+def test_the_loss_of_a_coordinator_is_the_loss_of_its_version() -> None:
+    """At once: a chief that came back first, to find that it cannot go on, would cost a start of its process."""
+    scene = train(begin())
+    tell(scene, CHIEF, ServerBound(address="n2:1", is_coordinator=True))
+    fail(scene, CHIEF)
+    assert view(scene).version == 2
+    assert "Version 2 of the cluster begins: chief-0 is lost." in scene.verdicts
+    # While servers are gathered nothing has met it: it comes again within the version.
+    tell(scene, CHIEF, ServerBound(address="n2:2", is_coordinator=True))
+    fail(scene, CHIEF)
+    assert view(scene).version == 2
+
+
+def test_with_the_node_of_a_coordinator_its_version_is_lost() -> None:
+    scene = train(begin())
+    tell(scene, CHIEF, ServerBound(address="n2:1", is_coordinator=True))
+    scene.vanish(2)
+    assert view(scene).version == 2
+
+
+def test_a_chief_beside_living_variables_starts_again_within_its_version() -> None:
+    scene = train(begin())
+    fail(scene, CHIEF)
+    assert view(scene).version == 1
+    with pytest.raises(Rejected, match="cannot coordinate"):
+        tell(scene, WORKER, ServerBound(address="n3:1", is_coordinator=True))
+
+
 @pytest.mark.parametrize(("step", "reason"), [(0, ExitReason.CODE_ERROR), (20, ExitReason.WORKER_ERROR)])
 def test_the_save_of_a_fresh_model_does_not_show_that_its_program_runs(step: int, reason: ExitReason) -> None:
     """A coordinator saves before its first batch. A program that fails in that batch is wrong all the same."""

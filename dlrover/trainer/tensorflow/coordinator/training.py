@@ -58,7 +58,7 @@ def train(conf: Conf, link: ClusterLink) -> None:
     where = link.where
     link.start()
     address = f"{where.node_host}:{_free_port()}"
-    link.tell(ServerBound(address=address))
+    link.tell(ServerBound(address=address, is_coordinator=True))
     view = link.wait_for(lambda view: bool(view.servers) and view.phase is not ClusterPhase.GATHERING)
     if view.restored_step is not None:
         renew(link, "the coordinator has started again")
