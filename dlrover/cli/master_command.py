@@ -443,7 +443,7 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
         "--dynamic-failover-extension",
         default="",
         metavar="MODULE::CLASS",
-        help="plug-in that the agents of --fleet ask what shall follow a failure",
+        help="plug-in with which the agents of --fleet decide what the job does after a failure",
     )
     add("--pending-timeout", type=float, metavar="SECONDS", help="a node of --fleet may wait so long for its resources")
     add(

@@ -53,7 +53,7 @@ PlanDays = Annotated[float, typer.Option("--plan-days", help="Days for which pla
 @app.command()
 def serve(
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on. Beyond this machine it needs tokens.")
+        str, typer.Option("--host", help="Address to listen on. Any other than loopback needs tokens.")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", help="For masters and commands; 0: any free one.", min=0, max=65535)

@@ -531,10 +531,16 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="0|1",
-        help="with --ps: a chief beside the workers (0: one of them is it)",
+        help="with --ps: a chief beside the workers (0: one of the workers is the chief)",
     )
     add("--evaluator", type=int, default=0, metavar="0|1", help="with --ps: a node that evaluates each checkpoint")
-    add("--standby", type=int, default=0, metavar="S", help="so many more wait warm to take the place of a lost one")
+    add(
+        "--standby",
+        type=int,
+        default=0,
+        metavar="S",
+        help="number of extra nodes that wait warm and replace a lost one at once",
+    )
     add("--nproc-per-node", default="", metavar="P", help="workers on each node, as for dlrover-run (1)")
     add("--max-relaunches", type=int, default=3, metavar="R", help="how often a node rank may be relaunched (3)")
     add(

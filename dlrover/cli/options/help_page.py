@@ -71,8 +71,8 @@ def _head() -> list[str]:
     return [
         f"usage: {PROGRAM} [options] SCRIPT [arguments of the script]",
         "",
-        "Runs a script as torchrun does, on one node or several, and keeps it running: workers that die are",
-        "replaced by warm ones, nodes may come and go. Each option is also read from PET_<NAME>; dashes and",
+        "Runs a script as torchrun does, on one node or several, and keeps it running: it replaces failed",
+        "workers by warm ones, and nodes may join and leave. Each option is also read from PET_<NAME>; dashes and",
         "underscores are the same.",
     ]
 

@@ -463,7 +463,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--straggler-ratio",
         Kind.NUMBER,
         2.0,
-        "A node is slow if the node check took it more than so many times the median.",
+        "A node counts as slow if its node check took longer than this factor times the median.",
         group=OURS,
     ),
     _option(
@@ -494,7 +494,10 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--snapshot-replicas",
         Kind.INTEGER,
         0,
-        "So many other nodes keep a copy of each node's snapshots in their memory: who replaces a lost node goes on from it.",
+        (
+            "Number of other nodes that keep a copy of each node's snapshots in memory. The replacement of "
+            "a lost node starts from it."
+        ),
         group=OURS,
         metavar="R",
     ),
@@ -576,7 +579,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--standby",
         Kind.INTEGER,
         0,
-        "So many nodes beyond MAX of --nnodes wait warm, to take the place of a lost one at once.",
+        "Number of nodes beyond MAX of --nnodes that wait warm and replace a lost node at once.",
         group=OURS,
         metavar="N",
     ),
@@ -610,7 +613,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--node-silence",
         Kind.NUMBER,
         40.0,
-        "A node that was not heard of for so long is given up; at least two heartbeats.",
+        "The master gives up a node that sends no heartbeat for this long; at least two heartbeats.",
         group=OURS,
         metavar="SECONDS",
     ),
@@ -642,7 +645,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--hang-detection",
         Kind.INTEGER,
         2,
-        "What follows when workers stand still: 0 a line in the log, 1 people are told, 2 workers are restarted.",
+        "What the master does when workers hang: 0 writes a line to its log, 1 reports the hang, 2 restarts the workers.",
         group=OURS,
         metavar="0|1|2",
     ),
@@ -666,7 +669,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--dynamic-failover-extension",
         Kind.TEXT,
         "",
-        "Plug-in that says what shall follow a failure. Not given: DLROVER_EXTENSION_DYNAMIC_FAILOVER.",
+        "Plug-in that decides what the job does after a failure. Not given: DLROVER_EXTENSION_DYNAMIC_FAILOVER.",
         group=OURS,
         metavar="MODULE::CLASS",
     ),
@@ -674,7 +677,7 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--log-patterns",
         Kind.TEXT,
         "",
-        "File that says what shall follow which line in the log of a failed worker: JSON, "
+        "File with patterns for log lines of a failed worker, each with the action to take: JSON, "
         '[{"pattern": "REGULAR EXPRESSION", "action": "restart|relaunch|abort"}, ...].',
         group=OURS,
         metavar="FILE",
@@ -691,7 +694,8 @@ OUR_OPTIONS: tuple[Option, ...] = (
         "--pre-check-ops",
         Kind.TEXT,
         "",
-        "Checks of the master's before training begins: MODULE::CLASS,... (with ? a failure is only told), or a list of tuples "
+        "Checks that the master runs before training begins: MODULE::CLASS,... (with ? it only reports a failure), "
+        "or a list of tuples "
         "(module, class, bypass).",
         group=OURS,
         metavar="OPERATORS",

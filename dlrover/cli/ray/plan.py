@@ -341,7 +341,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME=AMOUNT",
         help="a custom resource of each node; may be given again",
     )
-    add("--standby", default="0", metavar="S", help="so many more wait warm to take the place of a lost one")
+    add(
+        "--standby",
+        default="0",
+        metavar="S",
+        help="number of extra nodes that wait warm and replace a lost one at once",
+    )
     add("--placement", default="spread", metavar="|".join(Placement), help="how nodes share machines (spread)")
     add(
         "--host-machine",
