@@ -250,7 +250,7 @@ class Agent:
     def _on_attached(self, attached: Attached) -> None:
         acts = self._decisions.attached(attached)
         if acts:
-            log.warning("the master had given this node up: its workers stop, it joins anew")
+            log.warning("the master had taken this node for lost: its workers stop, and it joins the job again")
         self._acting.do(acts)
         self._clock_offset = attached.now - time.monotonic_ns() // 1000
         if self._watch is not None:
@@ -368,7 +368,11 @@ class Agent:
             await asyncio.sleep(wakes_at - time.clock_gettime(time.CLOCK_BOOTTIME))
             away = time.clock_gettime(time.CLOCK_BOOTTIME) - wakes_at  # the nap itself is no absence
             if acts := self._decisions.woke(away):
-                log.warning("this agent was stopped for %.0f s: its workers are killed before anything else", away)
+                log.warning(
+                    "this agent was frozen for %.0f s: it kills its workers first, because the master may have "
+                    "replaced the node",
+                    away,
+                )
                 self._acting.do(acts)
             for pid in self._stopped.look(self._driver.pids) if self._decisions.task is not None else ():
                 self._acting.do(self._decisions.found_stopped(pid))

@@ -57,7 +57,7 @@ class Failover:
         try:
             extension = build(name, method="get_user_failover_strategy")
         except UnusableExtension as error:
-            log.warning("failover extension %s is left out: %s", name, error)
+            log.warning("failover extension %s is not used: %s", name, error)
             return None
         return cls(extension)
 
@@ -72,7 +72,7 @@ class Failover:
         try:
             answer = await self._calls.call(lambda: self._extension.get_user_failover_strategy(info))
         except NoAnswer as error:
-            log.warning("the failover extension gives no answer: %s", error)
+            log.warning("the failover extension failed, so the job decides without it: %s", error)
             return FailoverStrategy.NORMAL_FAILOVER
         if not isinstance(answer, FailoverStrategy):
             log.warning("the failover extension must answer with a FailoverStrategy (got %.80r)", answer)

@@ -101,7 +101,7 @@ def diagnosis(
     for past in reply.verdicts:
         echo("\n".join(verdict_lines(past, reply.now)))
     if not reply.verdicts:
-        typer.echo("Nothing was ever found to be wrong.")
+        typer.echo("The master has diagnosed no fault in this job.")
     if reply.autopsy is not None:
         echo(f"\n{reply.autopsy.text}")
 
@@ -151,7 +151,7 @@ def top(
 def report(
     connection: JobConnection,
     output: Annotated[str, typer.Option("--output", "-o", help="File to write; none: standard output.")] = "",
-    is_html: Annotated[bool, typer.Option("--html", help="A page with plots that needs nothing else.")] = False,
+    is_html: Annotated[bool, typer.Option("--html", help="HTML with plots, in one file.")] = False,
     is_markdown: Annotated[
         bool, typer.Option("--markdown", help="Markdown, the default unless the file is .html.")
     ] = False,
@@ -203,7 +203,7 @@ def scale(
         str, typer.Option("--auto", help="Let the job find its own size from now on: on, off or dry-run.")
     ] = "",
     room: Annotated[
-        int, typer.Option("--room", help="Of a job of `dlrover local`: so many nodes may run; 0 for any number.")
+        int, typer.Option("--room", help="Most nodes of a job of `dlrover local` that may run; 0 for any number.")
     ] = -1,
     picture: Annotated[str, typer.Option("--picture", help="With --why: write the fitted curve there, as SVG.")] = "",
     is_json: Annotated[bool, typer.Option("--json", help="With --why: all that is known, as JSON.")] = False,
@@ -329,7 +329,7 @@ def save(
     from dlrover.protocol.messages.checkpoint import RequestSave
 
     connection.send(RequestSave(reason=reason))
-    typer.echo("The trainers are asked; `dlrover status` shows when a checkpoint is committed.")
+    typer.echo("The master asks the trainers to save; `dlrover status` shows when a checkpoint is committed.")
 
 
 @_command()

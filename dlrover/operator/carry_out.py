@@ -172,7 +172,7 @@ class ActionCarrier:
         except ValueError as error:
             return await self._end_plan(job, plan, PlanPhase.FAILED, str(error), ())
         if epoch < newest:
-            stale = f"The master of epoch {epoch} was followed by that of epoch {newest}."
+            stale = f"The plan is of master epoch {epoch}; a newer master ({newest}) runs the job. Nothing was done."
             return await self._end_plan(job, plan, PlanPhase.FAILED, stale, ())
         pods = pod_job_of(job, fleet_of(job), token_secret=names.token_secret(job.metadata.name))
         turns = asyncio.Semaphore(AT_ONCE)

@@ -54,7 +54,7 @@ def problem_of(job: ElasticJob, seen: JobObjects, settings: OperatorSettings) ->
                 f"spec.replicaSpecs names the type {type_name}. The types are {', '.join(known)}.{hint}",
             )
     if not any(type_name in _TYPES for type_name in job.spec.replica_specs):
-        return Problem("NoReplicas", "spec.replicaSpecs names no type of node. Give at least worker.")
+        return Problem("NoReplicas", "spec.replicaSpecs has no type of node. Give at least `worker`.")
     for type_name, replica in job.spec.replica_specs.items():
         if problem := _replica_problem(job, type_name, replica):
             return problem
@@ -65,7 +65,10 @@ def problem_of(job: ElasticJob, seen: JobObjects, settings: OperatorSettings) ->
     except ConfigError as error:
         return Problem("InvalidSpec", str(error))
     if excess := excess_as_defined(fleet):
-        return Problem("LimitsExceeded", f"spec.resourceLimits do not suffice for the job: {excess}.")
+        return Problem(
+            "LimitsExceeded",
+            f"The job needs more than spec.resourceLimits allow: {excess}. Raise the limits, or ask for less.",
+        )
     return _gang_problem(job, settings) or _rights_problem(job, seen, settings)
 
 
@@ -158,7 +161,8 @@ def _gang_problem(job: ElasticJob, settings: OperatorSettings) -> Problem | None
     if least > all_of_them:
         return Problem(
             "InvalidGang",
-            f"spec.gang.minMember is {least}, and the job has {all_of_them} pods: they would wait for ever.",
+            f"spec.gang.minMember is {least}, and the job has {all_of_them} pods, so it could never start. Lower "
+            "minMember.",
         )
     return None
 

@@ -368,7 +368,9 @@ def _journal_kept(job: ElasticJob, index: int) -> Truth:
     if job.spec.master.journal is not None:
         return Truth(is_true=True, reason="JournalClaim")
     if index == 0:
-        return Truth(is_true=True, reason="FirstPod", message="The journal lives as long as the master's pod.")
+        return Truth(
+            is_true=True, reason="FirstPod", message="The journal is in the master's pod and is deleted with it."
+        )
     return Truth(is_true=False, reason="MasterMoved", message=LOST_WITH_JOURNAL)
 
 

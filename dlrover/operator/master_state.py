@@ -71,7 +71,11 @@ def is_leaving(pod: Pod, not_ready: dict[str, float], now: float) -> str:
     if pod.metadata.deletion_timestamp is not None:
         return "it is being deleted"
     if pod.status.phase in ("Succeeded", "Failed"):
-        return f"it is {pod.status.phase}, and the end of its process is not known" if not is_over(pod) else ""
+        return (
+            f"it is {pod.status.phase}, and Kubernetes does not know whether its process has ended"
+            if not is_over(pod)
+            else ""
+        )
     since = not_ready.get(pod.spec.node_name) if pod.spec.node_name else None
     if since is not None and now >= since + PATIENCE:
         return f"its machine {pod.spec.node_name} is not ready"

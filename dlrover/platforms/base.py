@@ -105,8 +105,8 @@ class StaleMaster(Rejected):
 
     def __init__(self, intent: Intent, newest: int) -> None:
         super().__init__(
-            f"{type(intent).__name__} of {intent.name} is of master epoch {intent.master_epoch}, and the platform has "
-            f"heard of {newest}: another master runs the job now. Nothing was changed.",
+            f"The platform rejected {type(intent).__name__} of {intent.name}: it is of master epoch "
+            f"{intent.master_epoch}, and a newer master of epoch {newest} runs the job. Nothing was changed.",
             code=ErrorCode.OLD_MASTER,
         )
 

@@ -98,5 +98,5 @@ def test_what_cannot_be_loaded_is_left_out_with_a_warning(
     assert Failover.load("no_such_module::Mine") is None
     (tmp_path / "leaving_failover.py").write_text("raise SystemExit(3)")
     assert Failover.load("leaving_failover::Mine") is None
-    assert caplog.text.count("is left out") == 4
+    assert caplog.text.count("is not used") == 4
     sys.modules.pop("my_failover", None)

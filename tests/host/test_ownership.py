@@ -270,7 +270,7 @@ def test_workers_and_masters_say_nothing_to_a_server_of_another_user(
     outlet = AgentOutlet(where)
     outlet.open(SavePlace(directory="/nowhere"))
     outlet.close()
-    assert "snapshots are not told to the agent" in caplog.text
+    assert "the trainer does not report its snapshots to the agent" in caplog.text
     with pytest.raises(Unavailable, match="is served by another user"):
         RelayWire(path, 0)
     with pytest.raises(Unavailable, match="is served by another user"):

@@ -109,7 +109,7 @@ def test_a_refused_template_makes_no_object_and_is_checked_again() -> None:
         ),
         (job_body(replicaSpecs={"worker": {"template": {"spec": {}}}}), "InvalidTemplate", "at least one container"),
         (job_body(replicaSpecs={"ps": {"replicas": 1}}), "InvalidTemplate", "spec.replicaSpecs.ps.template is missing"),
-        (job_body(replicaSpecs={}), "NoReplicas", "Give at least worker"),
+        (job_body(replicaSpecs={}), "NoReplicas", "Give at least `worker`"),
         (
             job_body(
                 resourceLimits={"cpu": "3"},

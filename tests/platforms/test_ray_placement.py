@@ -48,7 +48,7 @@ def test_packed_nodes_share_a_machine():
 def test_a_strict_spread_never_puts_two_nodes_on_one_machine_nor_leaves_that_to_ray():
     choice = chosen([machine("a")], {"CPU": 1.0}, on={"id-a": 1}, placement=Placement.STRICT_SPREAD)
     assert (choice.machine, choice.may_queue) == ("", False)
-    assert "has a node of this job already" in choice.sentence
+    assert "already runs a node of this job" in choice.sentence
 
 
 def test_avoided_and_drained_machines_get_no_node():

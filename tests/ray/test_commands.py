@@ -222,7 +222,7 @@ def test_a_host_whose_driver_died_before_the_job_began_goes(lab: RayLab, is_stop
         SubmittedJob(ray, name, uid).stop()
     result = until(lambda: Registry().result(name))
     assert result.exit_code == (143 if is_stopped else 1)
-    assert is_stopped or "The driver was gone before the job began" in result.report
+    assert is_stopped or "The program that submitted the job ended before the job began" in result.report
     Registry().forget_result(name)
     lab.await_nothing_left()
     del host

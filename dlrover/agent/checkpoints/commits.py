@@ -189,7 +189,9 @@ class NodeCommits:
         request, _begun_at = self._requests.get((duty.directory, duty.attempt), (None, 0.0))
         try:
             if request is None:
-                raise SaveGivenUp("the node that was to commit knows nothing of the save any more")
+                raise SaveGivenUp(
+                    "the agent that had to commit this save has no record of it; the next save is tried as usual"
+                )
             await self._in_thread(self._commit_as_told, request, duty)
         except (OSError, DLRoverError) as error:
             reason = str(error) or type(error).__name__

@@ -174,7 +174,10 @@ class Saver:
         if message.is_storage:
             pinned = pin_newest(message.path, message.slot, message.generation)
             if pinned is None:
-                log.warning("the snapshot of step %d was overwritten before it could be written", message.step)
+                log.warning(
+                    "step %d does not reach storage: a newer save overwrote its snapshot before it was written",
+                    message.step,
+                )
             else:
                 self._enqueue(pinned)
                 taken = SnapshotTaken(path=message.path, generation=message.generation)
@@ -295,7 +298,10 @@ class Saver:
             self._home = Home(self._config.root, self._config.job, self._config.launch, node_rank)
         except (OSError, DLRoverError) as error:
             self._is_home_refused = True
-            log.error("snapshots are kept, but this agent cannot register as their owner: %s", error)
+            log.error(
+                "this agent cannot register as the owner of its snapshots, so a later agent may not find them: %s",
+                error,
+            )
 
     def _adopt(self) -> None:
         """What stands in the segments to be written, and we did not hear of: a former agent did, or none."""
@@ -408,7 +414,7 @@ class Saver:
                 if is_summed and self.on_summed is not None:
                     self.on_summed(name)
             except OSError as error:
-                self._report("sums", f"a snapshot could not be summed: {error}")
+                self._report("sums", f"the checksums of a snapshot could not be made: {error}")
 
     def _report(self, key: str, message: str) -> None:
         """Once, until a save that began later succeeds."""
@@ -430,4 +436,8 @@ def write_mark(path: Path, until: float) -> None:
         partial.write_text(f"{until:.3f}", encoding="ascii")
         partial.rename(path)
     except OSError as error:
-        log.warning("the launcher may not wait for the last saves, because their deadline cannot be written: %s", error)
+        log.warning(
+            "the agent cannot write the deadline of the last saves, so the launcher may end before they are in "
+            "storage: %s",
+            error,
+        )

@@ -110,7 +110,7 @@ class ReplicaExchange:
         try:
             await self._enter(world, node, node_rank, ask)
         except (OSError, DLRoverError) as error:
-            log.warning("snapshots of other nodes cannot be used in round %d: %s", world.round, error)
+            log.warning("this node cannot fetch snapshots of other nodes in round %d: %s", world.round, error)
         except Exception:  # the workers must start whatever happens here
             log.exception("bug while snapshots were fetched")
 
@@ -377,7 +377,10 @@ class ReplicaExchange:
 def open_replicas(config: AgentConfig, token: str, saver: Saver) -> ReplicaExchange | None:
     """The exchange of a node with others, joined to its saver. None, with a word why, where there can be none."""
     if not token:
-        log.info("snapshots are not exchanged with other nodes: the job has no token to know them by")
+        log.info(
+            "snapshots are not exchanged with other nodes: the job has no token. Set DLROVER_JOB_TOKEN to the same "
+            "secret on all nodes"
+        )
         return None
     homes: list[str] = []
 

@@ -90,9 +90,7 @@ class SnapshotFetch:
             if not missing or self._fetch_edition(edition, missing):
                 self.attempt, self.num_fetched = edition.attempt, len(missing)
                 return
-            log.warning(
-                "step %d cannot be put together from the memory of the nodes; trying an older one", edition.step
-            )
+            log.warning("step %d is not complete in the memory of the nodes; trying an older one", edition.step)
 
     def _listen(self, peers: Peers) -> dict[str, HeldList]:
         """Who answers in time. No fetch waits for the others."""

@@ -97,7 +97,7 @@ class Holdings:
                 request = read_request(decode_contents(pinned.sections()))
                 self._known[key] = None if request is None else (request, pinned.record.data_length)
             except DLRoverError as error:
-                log.warning("a snapshot of step %d is not given to others: %s", name.step, error)
+                log.warning("this node does not offer a snapshot of step %d to other nodes: %s", name.step, error)
                 self._known[key] = None
             finally:
                 release(pinned)

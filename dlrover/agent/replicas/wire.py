@@ -293,7 +293,7 @@ class PeerServer:
                 is_told = False
             except (OSError, RuntimeError) as error:
                 if not is_told and not self._is_closed.is_set():
-                    log.warning("no other node can be served now, which is tried again and again: %s", error)
+                    log.warning("this node cannot serve its snapshots to other nodes now; it keeps trying: %s", error)
                     is_told = True
                 self._is_closed.wait(_PAUSE)
 

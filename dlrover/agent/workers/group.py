@@ -328,8 +328,8 @@ class WorkerGroup:
     def _log_thread_rule(self) -> None:
         if self.world.restart_count == 0 and self.world.local_world_size > 1 and "OMP_NUM_THREADS" not in self._environ:
             _log.warning(
-                "OMP_NUM_THREADS is not set: each of the %d workers of this node gets 1, so that they do not fight for "
-                "the processors. Set it to tune.",
+                "OMP_NUM_THREADS is not set: each of the %d workers of this node gets 1, so that they do not compete "
+                "for processors. Set it to another number for more threads.",
                 self.world.local_world_size,
             )
 

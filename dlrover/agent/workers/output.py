@@ -199,7 +199,7 @@ class WorkerOutput:
             used = self._pump.seconds_passing_on() - used_before
             left = min(self._patience - used, ends_at - loop.time())
             if left <= 0:
-                _log.warning("The workers' output is not copied to its end: the console takes no more.")
+                _log.warning("The rest of the workers' output is not copied: the console does not accept more.")
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):

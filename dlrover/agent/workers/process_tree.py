@@ -75,7 +75,11 @@ def become_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}; Linux 3.4 or newer is needed")
+        raise OSError(
+            number,
+            "the agent cannot adopt orphaned processes: prctl(PR_SET_CHILD_SUBREAPER) failed "
+            f"({os.strerror(number)}). Run it on Linux 3.4 or newer",
+        )
 
 
 def kill_descendants(keep: Collection[int] = (), *, deadline: float = _KILL_DEADLINE) -> list[int]:

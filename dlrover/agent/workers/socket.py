@@ -145,11 +145,19 @@ class WorkerSocket:
         try:
             pid, uid, _gid = peer_credentials(writer.get_extra_info("socket"))
             if uid != os.getuid():
-                _log.warning("pid %d of user %d tried to speak to the agent's socket; refused.", pid, uid)
+                _log.warning(
+                    "The agent refused pid %d of user %d at its socket: only processes of the agent's user may connect.",
+                    pid,
+                    uid,
+                )
                 return
             await self._listen(reader, writer, asked)
         except (msgspec.DecodeError, Rejected) as error:
-            _log.warning("A worker sent what is no message (%s); its progress is not followed any more.", error)
+            _log.warning(
+                "A worker sent an invalid message (%s). The agent closed its connection and no longer follows its "
+                "progress.",
+                error,
+            )
         except ConnectionError:
             return
         finally:

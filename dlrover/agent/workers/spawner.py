@@ -203,8 +203,13 @@ class Spawner:
             is_warm=self._wants_warm,
         )
         size = sum(len(name) + len(value) for name, value in message.environ.items())
-        if size + sum(map(len, message.args)) > MAX_MESSAGE_BYTES - 65536:
-            raise StartFailed("The environment and arguments of a worker are larger than 4 MB; nothing can be started.")
+        size += sum(map(len, message.args))
+        if size > MAX_MESSAGE_BYTES - 65536:
+            raise StartFailed(
+                f"The environment and the arguments of a worker have {size} bytes; at most "
+                f"{MAX_MESSAGE_BYTES - 65536} are possible. "
+                "The worker cannot start. Shorten its arguments, or remove large variables."
+            )
         request = _Request(message, loop, streams)
         answer = await self._ask(request)
         if isinstance(answer, SpawnRefused):
@@ -362,7 +367,7 @@ class Spawner:
             if message.note and message.is_warm:
                 _log.warning("Not preloaded, so that each worker imports it itself: %s.", message.note)
             elif message.note:
-                _log.warning("Workers start cold, each importing torch itself: %s.", message.note)
+                _log.warning("Workers start more slowly, because each imports torch itself: %s.", message.note)
             return
         if isinstance(message, Spares):
             self._spare_pids = set(message.pids)
@@ -385,19 +390,27 @@ class Spawner:
         self._disconnect()
         self._process.kill()
         status = self._process.wait()
-        _log.warning("The zygote (pid %d) died with status %d; starting another.", self._process.pid, status)
+        _log.warning(
+            "The process that starts workers (pid %d) ended with status %d; starting another.",
+            self._process.pid,
+            status,
+        )
         self._process = None
         self._spare_pids = set()  # they end with it
         if self._prepared is None:
             self._num_early_deaths += 1
             if self._num_early_deaths == _MAX_ATTEMPTS and self._wants_warm:
-                _log.warning("%d zygotes died while importing; workers start cold from now on.", _MAX_ATTEMPTS)
+                _log.warning(
+                    "The process that starts workers failed %d times while importing modules; from now on each worker "
+                    "imports them itself, which is slower.",
+                    _MAX_ATTEMPTS,
+                )
                 self._wants_warm = False
                 self._end_warm_up()
             if self._num_early_deaths >= 2 * _MAX_ATTEMPTS:
                 # Only a later request tries again: what kills them may pass, but not by being repeated.
                 self._fail_all(
-                    "The process that starts workers dies again and again; see the log above for its last words."
+                    "The process that starts workers failed several times in a row. The log above has its last lines."
                 )
                 return
         self._keep_trying(_RESTART_DELAYS)

@@ -52,7 +52,7 @@ class Sink:
         try:
             write_all(self.file.fileno(), data)
         except OSError as error:
-            _log.warning("%s cannot be written any more (%s); training goes on without it.", self.path, error.strerror)
+            _log.warning("%s can no longer be written (%s); training goes on without it.", self.path, error.strerror)
             file, self.file = self.file, None
             with contextlib.suppress(OSError):  # for the same reason, which has been told
                 file.close()
@@ -286,7 +286,9 @@ class Pump:
             try:
                 call()
             except Exception:  # the edge of the thread: a bug in one request must not end it
-                _log.exception("bug in the copying of the workers' output")
+                _log.exception(
+                    "bug in dlrover: copying the workers' output failed; some lines may be missing from their logs"
+                )
 
     def _copy(self, copy: Copy, at_most: int = 64) -> None:
         try:

@@ -50,7 +50,11 @@ class UserPatterns:
                 async with asyncio.timeout(_PATIENCE):
                     return await self._find(lines)
             except TimeoutError:
-                _log.warning("The search for --log-patterns took more than %g s; it was given up this time.", _PATIENCE)
+                _log.warning(
+                    "The search for --log-patterns took more than %g s; it was stopped and runs again after the next "
+                    "failure.",
+                    _PATIENCE,
+                )
             except OSError as error:
                 _log.warning("The search for --log-patterns failed: %s. It was given up this time.", error)
             return None

@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 EXIT_DIFFERENT = 1
 Result = TypeVar("Result")
 
-app = typer.Typer(
-    name="checkpoint", help="Look at checkpoints; check, compare, convert and clear them away.", no_args_is_help=True
-)
+app = typer.Typer(name="checkpoint", help="List, check, compare, convert and delete checkpoints.", no_args_is_help=True)
 
-Location = Annotated[
-    str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them; a URL if need be.")
-]
+Location = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them; a path or a URL.")]
 Json = Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")]
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Unpickle everything: only for files whose writer you trust.")
@@ -53,9 +49,7 @@ def ls(path: Location, is_json: Json = False) -> None:
     console = table_console()
     console.print(_table(listing, time.time()))
     for name in listing.dangling:
-        console.print(
-            f"{name} names {listing.trackers[name]!r}, and no such checkpoint is there.", style="bold red", markup=False
-        )
+        console.print(f"{name} names {listing.trackers[name]!r}, which does not exist.", style="bold red", markup=False)
     if listing.untracked is not None:
         console.print(
             f"dlrover_latest.txt is missing. A restore takes the newest complete checkpoint: step {listing.untracked}.",
@@ -100,7 +94,9 @@ def verify(
 def diff(
     one: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or a directory of them.")],
     other: Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")],
-    step: Annotated[int | None, typer.Option("--step", help="Of A, where that is a directory of several.")] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Step in A, if A is a directory of several checkpoints.")
+    ] = None,
     other_step: Annotated[int | None, typer.Option("--other-step", help="The same for B.")] = None,
     manifest_only: Annotated[
         bool, typer.Option("--manifest-only", help="Compare names, shapes and file sums, without torch.")
@@ -130,7 +126,9 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Torch file, safetensors file, or checkpoint.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="What to write; must not exist.")],
     to: Annotated[str, typer.Option("--to", help="torch, safetensors or dcp; by default as TARGET's name says.")] = "",
-    step: Annotated[int | None, typer.Option("--step", help="Where SOURCE is a directory of several.")] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Step in SOURCE, if it is a directory of several checkpoints.")
+    ] = None,
     tensors_only: Annotated[bool, typer.Option("--tensors-only", help="Leave behind what is no tensor.")] = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
@@ -160,12 +158,15 @@ def gc(
     keep_latest: Annotated[int | None, typer.Option("--keep-latest", help="Keep the newest N complete ones.")] = None,
     keep_interval: Annotated[int | None, typer.Option("--keep-interval", help="Keep multiples of N.")] = None,
     older_than: Annotated[
-        float, typer.Option("--older-than", help="Leftovers of attempts untouched for so many seconds are dead.")
+        float,
+        typer.Option("--older-than", help="Seconds without a change after which an unfinished save counts as failed."),
     ] = 3600.0,
     foreign: Annotated[
         bool, typer.Option("--foreign", help="Also judge checkpoints without our manifest, as the original's.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without it the command only says what would go.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete the files. Without it the command only lists them.")
+    ] = False,
     is_json: Json = False,
 ) -> None:
     """Clear away checkpoints that the rules do not keep, and what dead attempts left. Deletes only with --yes."""
@@ -179,7 +180,7 @@ def gc(
     )
     place = _readable(lambda: open_place(path))
     if not place.is_directory(place.location):
-        raise ConfigError(f"{path} is no directory. Give the directory of the checkpoints.")
+        raise ConfigError(f"{path} is not a directory. Give the directory of the checkpoints.")
     choices = checkpoint_gc.choose(_readable(lambda: list_checkpoints(place)), rules, time.time())
     if is_json:
         _print_json(choices)

@@ -56,7 +56,7 @@ def convert(
         )
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):
-        raise ConfigError(f"{parent} is no directory. Create it first.")
+        raise ConfigError(f"{parent} is not a directory. Create it first.")
     state = load_state(source, trusts_pickle=trusts_pickle, step=step)
     if is_tensors_only or form is Form.SAFETENSORS:
         state = _tensors_of(state, source, is_tensors_only=is_tensors_only)

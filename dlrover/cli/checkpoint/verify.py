@@ -124,7 +124,7 @@ def verify(
 def tracker_damage(listing: Listing) -> list[str]:
     """Trackers that send a restore into the void."""
     return [
-        f"{join(listing.directory, name)} names {listing.trackers[name]!r}, and no such checkpoint is there"
+        f"{join(listing.directory, name)} names {listing.trackers[name]!r}, which does not exist"
         for name in listing.dangling
     ]
 
@@ -142,7 +142,7 @@ def _manifest_damage(place: CheckpointPlace, path: str, manifest: GlobalManifest
     damage = []
     name = join(path, GLOBAL_NAME)
     if encode_manifest(manifest) != place.storage.read(name):
-        damage.append(f"{name} is not as it was written: it says more, or says it in other words, than we do")
+        damage.append(f"{name} was changed after it was written: its text is not the one that dlrover writes")
     for rank in manifest.ranks:
         name = join(path, rank_manifest_name(rank.global_rank))
         try:
@@ -156,7 +156,7 @@ def _manifest_damage(place: CheckpointPlace, path: str, manifest: GlobalManifest
         own = decode_rank_manifest(content)
         of_rank = (own.step, own.round, own.attempt, own.topology.world_size, own.files)
         if of_rank != (manifest.step, manifest.round, manifest.attempt, manifest.world_size, rank.files):
-            damage.append(f"{join(path, GLOBAL_NAME)} says other things than the manifest of rank {rank.global_rank}")
+            damage.append(f"{join(path, GLOBAL_NAME)} differs from the manifest of rank {rank.global_rank}")
     return damage
 
 
@@ -184,7 +184,11 @@ def _verify_files(
                 num_checked += 1
         except OSError as error:
             damage.append(f"{path} cannot be read: {error.strerror or error}")
-    note = "" if is_quick or found.state is State.FILE else "no manifest: checked as far as the files can tell"
+    note = (
+        ""
+        if is_quick or found.state is State.FILE
+        else "no manifest: only what the files say of themselves was checked"
+    )
     return CheckpointVerdict(
         name=found.name,
         path=found.path,

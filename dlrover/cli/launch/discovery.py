@@ -262,7 +262,7 @@ def why_silent(address: Address, *, timeout: float = PROBE_TIMEOUT) -> str:
     except OSError as error:  # a name that cannot be resolved is one, too: Name or service not known
         return error.strerror or str(error) or type(error).__name__
     except UnicodeError as error:
-        return f"{address.host!r} is no name of a host: {error}"
+        return f"{address.host!r} is not a valid host name: {error}"
 
 
 def speaks_http2(address: Address, *, timeout: float = PROBE_TIMEOUT) -> bool:
@@ -328,8 +328,9 @@ def _check_who_listens(settings: Settings, asked: Asked, error: OSError) -> None
     if not is_alone and is_master:
         return
     raise ConfigError(
-        f"{asked.source}: the job's master cannot listen at {asked.address} ({error.strerror}), and the program that does is not "
-        f"the master of this job. Stop that program, or {asked.remedy}, the same on all nodes."
+        f"{asked.source}: the job's master cannot listen at {asked.address} ({error.strerror}). "
+        f"Another program, which is not this job's master, listens there. Stop that program, or {asked.remedy}, the "
+        "same on all nodes."
     ) from error
 
 

@@ -76,7 +76,7 @@ def check_command(command: Sequence[str], program: str) -> None:
         if parse(command, {}).is_given(dest):
             option = f"--{dest.replace('_', '-')}"
             advice = _INSTEAD.get(dest, "Leave it out.")
-            raise ConfigError(f"{option} after `{program}`: each node is told that by the job. {advice}")
+            raise ConfigError(f"{option} after `{program}`: the job sets this option for each node. {advice}")
 
 
 def take_master_port(host: str, host_ports: Sequence[int] = ()) -> MasterPort:
@@ -93,7 +93,10 @@ def take_master_port(host: str, host_ports: Sequence[int] = ()) -> MasterPort:
         trial.close()
         with contextlib.suppress(OSError):
             return MasterPort(host, trial.port)
-    raise ConfigError(f"{_NUM_PORT_CHOICES} free ports in a row at {host} were taken before the master could use them.")
+    raise ConfigError(
+        f"The master could not start: other programs took {_NUM_PORT_CHOICES} free ports in a row at {host} before it "
+        "could use them. Start the job again."
+    )
 
 
 def exit_code_of(end: JobEnd, *, is_of_worker: bool, stopped_by: int | None) -> int:

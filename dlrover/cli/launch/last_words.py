@@ -18,7 +18,8 @@ from dlrover.protocol.messages.job import ExitReason, FailureKind, FirstFailure,
 WIDTH = 100
 MAX_TAIL_LINES = 30
 REDO_UNKNOWN = (
-    "Redo is unknown: nothing tells from which step the script went on after a fault. Repeated steps count as new ones. "
+    "Redo is unknown: the script did not report from which step it went on after a fault. Repeated steps count as new "
+    "ones. "
     "Call dlrover.trainer.report(step) in the script to tell them apart."
 )
 _KINDS = {

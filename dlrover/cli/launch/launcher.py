@@ -318,7 +318,7 @@ class Launcher:
             self._ended = Ended(0 if is_done else 128 + self._stopped_by, result)
             return
         if result is not None and result.is_job_alive and self._master is not None and self._has_other_nodes:
-            say(f"{result.message} This launcher stays, because it hosts the master of the others.")
+            say(f"{result.message} This launcher keeps running, because it hosts the master of the other nodes.")
             self._departed = result
             return
         if result is not None:
@@ -344,7 +344,7 @@ class Launcher:
 
     def _end_without_agent(self, end: JobEnd) -> None:
         result = result_of(end)
-        say("the job ended while this node's agent was not there to hear of it")
+        say("the job ended while this node's agent was not running")
         self._ended = Ended(self._exit_code(result), result)
         self._report(result)
 
@@ -541,7 +541,9 @@ class Launcher:
         self._num_port_choices += 1
         if self._num_port_choices > MAX_PORT_CHOICES:
             self._fail(
-                EXIT_FAILED, f"{MAX_PORT_CHOICES} free ports in a row were taken before the master could use them."
+                EXIT_FAILED,
+                f"The master could not start: other programs took {MAX_PORT_CHOICES} free ports in a row before it "
+                "could use them. Name a port with --rdzv-endpoint HOST:PORT.",
             )
             return
         assert self._master_port is not None, "a place that is ours has a seat"
@@ -631,8 +633,8 @@ class Launcher:
             if not probe.has_found and self._stopped_by is None:
                 message = (
                     f"No master answered at {self._place.address} within {probe.timeout:.0f} s ({probe.trouble}), and this "
-                    "host is not the one to host it. Check that the address is right and reachable from here, and that the "
-                    "node it belongs to has been started."
+                    "host does not start it, because the address belongs to another host. Check that the address is "
+                    "right and reachable from here, and that the node there has been started."
                 )
                 self._fail(EXIT_MASTER_LOST, message)
 
@@ -660,7 +662,10 @@ class Launcher:
             keep.add(self._master)
         left = process_tree().kill_descendants(keep, deadline=SWEEP_TIMEOUT)
         if left:
-            say(f"could not end the processes {left}: the kernel does not let them go")
+            say(
+                f"the processes {left} still exist after SIGKILL: they wait inside the kernel, often for a device or "
+                "a file system"
+            )
 
     def _clear_up(self) -> None:
         try:
@@ -749,7 +754,7 @@ def _write_outcome(path: str, result: AgentResult) -> None:
     try:
         write_private(path, msgspec.json.encode(result))
     except ConfigError as error:
-        say(f"how the job ended could not be told. {error}")  # the exit code still says whether it went well
+        say(f"the launcher could not write how the job ended; its exit code is right. {error}")
 
 
 def main() -> int:

@@ -94,7 +94,9 @@ def spawn(argv: Sequence[str], environ: Mapping[str, str], *, output: str = "") 
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # ignored by Python; a child should find them as usual
         )
     except OSError as error:
-        raise JobError(f"{argv[0]} could not be started: {error.strerror}. Is this node out of processes?") from error
+        raise JobError(
+            f"{argv[0]} could not be started: {error.strerror}. The limit of processes may be reached (ulimit -u)."
+        ) from error
 
 
 def reap_children() -> dict[int, int]:

@@ -92,7 +92,10 @@ class SubmittedJob:
                 now = time.monotonic()
                 missed_since = now if missed_since is None else missed_since
                 if now - missed_since > AWAY or self.is_over():
-                    raise JobError(f"The host of job {self.name} is gone: {type(error).__name__}.") from error
+                    raise JobError(
+                        f"The host of job {self.name} has ended or cannot be reached: {type(error).__name__}. See "
+                        "`dlrover ray status`."
+                    ) from error
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(LONGEST_PAUSE, 2 * pause)
                 continue

@@ -168,7 +168,8 @@ class RayHost:
             if secrets is None and plan.has_variables:
                 self._conclude(
                     EXIT_MASTER_LOST,
-                    "The job's host died while no node ran. The variables of --env were with it. Start the job again.",
+                    "The job's host failed while no node was running. Only the host and the nodes hold the values of "
+                    "--env, so they are lost. Start the job again.",
                 )
                 return True
         self._secrets = secrets if secrets is not None and secrets.token else JobSecrets(token=os.urandom(24).hex())
@@ -279,7 +280,7 @@ class RayHost:
         if not self._tasks:
             data = self._store.read_plan()
             self._plan = None if data is None else PLAN.decode(data)
-            self._why = "The driver was gone before the job began."
+            self._why = "The program that submitted the job ended before the job began. Submit it again."
             self._tasks.append(asyncio.ensure_future(self._finish()))
 
     async def _finish(self) -> None:

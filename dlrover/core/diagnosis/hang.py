@@ -140,7 +140,11 @@ def see(node: NodeId, first: WorkerDump | None, second: WorkerDump, interval: fl
 
 def judge(sights: Sequence[Sight], missing: Sequence[int] = ()) -> HangFinding:
     """`missing`: ranks whose node has not answered."""
-    absent = f"No answer came from {say_ranks(missing)} when all ranks were asked." if missing else ""
+    absent = (
+        f"The agents of {say_ranks(missing)} did not answer when the master asked all ranks for their stacks."
+        if missing
+        else ""
+    )
     found = _judge(sights)
     if not absent:
         return found
@@ -328,7 +332,7 @@ def _ahead_last(one: list[Sight], other: list[Sight]) -> tuple[list[Sight], list
 
 def _blame_network(waiting: Sequence[Sight], cut_off: CutOff | None = None) -> HangFinding:
     if cut_off is None:
-        sentence = f"{_what_they_do(waiting)} No rank is missing from it, so what they send does not arrive."
+        sentence = f"{_what_they_do(waiting)} All ranks are in it, so the network does not deliver what they send."
         has_moved = any(sight.is_moving for sight in waiting)  # whoever was late has only just come
         return HangFinding(
             fault=FaultClass.NETWORK, culprits=(), evidence=(sentence,), confidence=0.6, is_premature=has_moved
@@ -403,8 +407,8 @@ def _activity(sights: Sequence[Sight]) -> tuple[str, ...]:
         return ()
     cpu, io_bytes = max(sight.cpu for sight in sights), max(sight.io_bytes for sight in sights)
     if all(sight.is_still for sight in sights):
-        return ("Between two dumps it did not move, compute, read or write.",)
-    return (f"Between two dumps it used {cpu:.2f} cores and moved {io_bytes} bytes.",)
+        return ("Between two dumps of its stack it did not move, compute, read or write.",)
+    return (f"Between two dumps of its stack it used {cpu:.2f} cores and moved {io_bytes} bytes.",)
 
 
 def _is_blocked(dump: WorkerDump) -> bool:

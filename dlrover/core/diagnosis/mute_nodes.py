@@ -72,8 +72,11 @@ class MuteNodes:
             (),
             f"{label} runs on {host or 'an unknown machine'}, and no agent has connected from it for {seconds:.0f} s.",
             confidence=0.7,
-            reasoning="Another node may do better; it has done nothing yet that could be lost."
+            reasoning="The master replaces it: it has done no work that could be lost, and a new node may connect."
             if is_exchanged
-            else f"It is number {count + 1} of its rank: look at what its processes say, another node would not help.",
+            else (
+                f"It is node number {count + 1} of this rank, so another one would not help. See the output of "
+                "its processes."
+            ),
         )
         return Mute(verdict, wish)

@@ -287,13 +287,17 @@ class Watch:
         measured = "" if self.restart_cost is None else ", as measured before"
         if terms.strategy is not HangStrategy.ACT:
             action = ActionKind.NONE if terms.strategy is HangStrategy.LOG else ActionKind.NOTIFY
-            reasoning = f"Nothing is done because of --hang-detection {int(terms.strategy)}."
+            reasoning = (
+                f"The master does not restart workers, because the job has --hang-detection {int(terms.strategy)}."
+            )
         elif stalled_for >= needed:
             action = ActionKind.RESTART_WORKERS
             reasoning = f"{why}: a restart costs {cost}{measured}, and waiting costs all ranks every second."
         else:
             action = ActionKind.NOTIFY
-            then = f"workers are restarted after {needed:g} s" if needed < float("inf") else "people are told"
+            then = (
+                f"workers are restarted after {needed:g} s" if needed < float("inf") else "the master only reports it"
+            )
             reasoning = f"{why}: {then}." if finding.is_proof else f"{why}, so it may go on by itself: {then}."
         return Verdict(
             fault=finding.fault,
@@ -378,7 +382,7 @@ class Watch:
         ):
             return verdict
         action = ActionKind.NONE if strategy is HangStrategy.LOG else ActionKind.NOTIFY
-        reasoning = f"Nothing is done because of --hang-detection {int(strategy)}."
+        reasoning = f"The master does not restart workers, because the job has --hang-detection {int(strategy)}."
         return replace(verdict, action=action, reasoning=reasoning)
 
     def _note(self, subject: _Subject, now: Micros) -> _Episode:

@@ -104,7 +104,7 @@ class DiagnosisAction:
         """Unknown keys are ignored. Raises ValueError for what is no object."""
         said = json.loads(text)
         if not isinstance(said, dict):
-            raise ValueError(f"an action is a JSON object, not {type(said).__name__}")
+            raise ValueError(f"an action must be a JSON object (got {type(said).__name__})")
         known = {each.name for each in fields(cls) if each.init}
         return cls(**{key: value for key, value in said.items() if key in known})
 

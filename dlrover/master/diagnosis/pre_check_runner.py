@@ -182,7 +182,7 @@ class PreCheckRunner:
         try:
             return _state_of(operator, result), _text(result.result_msg)
         except (Exception, SystemExit) as error:  # what is in it is the user's, too
-            self._broken(operator, f"gave a result that cannot be used ({type(error).__name__}: {error})")
+            self._broken(operator, f"returned a result that is not valid ({type(error).__name__}: {error})")
             return OperatorState.BROKEN, self._trouble
 
     async def _call(self, operator: Operator, call: Callable[[], object]) -> object:
@@ -200,7 +200,7 @@ class PreCheckRunner:
             return None
 
     def _broken(self, operator: Operator, what: str) -> None:
-        text = f"The pre-check {operator.name} {what}, and is left out."
+        text = f"The pre-check {operator.name} {what}. The job goes on without it; correct its code."
         self._trouble = _text(what)
         self._tell(event(self._master_loop.now(), WARN, "pre_check_error", text))
 
@@ -221,7 +221,7 @@ class PreCheckRunner:
             while not isinstance(action := self._actions.next_action(DiagnosisConstant.MASTER_INSTANCE), NoAction):
                 await self._carry_out(action)
         except (Exception, SystemExit) as error:  # the actions' fields are the user's: numbers that are none, and so on
-            self._broken(operator, f"wants what cannot be done ({type(error).__name__}: {error})")
+            self._broken(operator, f"asked for an action that is not possible ({type(error).__name__}: {error})")
             self._actions.clear_actions()
         return not self._trouble
 

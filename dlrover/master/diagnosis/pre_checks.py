@@ -150,7 +150,9 @@ class ConnectionPreCheckOperator(PreCheckOperator):
             message = f"{CONNECTION_FAILED}: no agent has connected from {names} within {CONNECTION_PATIENCE:g} s."
             return PreCheckResult(result=1, result_msg=message, abnormal_nodes=[node.id for node in late])
         if missing:
-            return PreCheckResult(is_pending=True, result_msg=f"{len(missing)} nodes run and have not come yet")
+            return PreCheckResult(
+                is_pending=True, result_msg=f"{len(missing)} nodes run, and their agents have not connected yet"
+            )
         return PreCheckResult()
 
     def failed_actions(self, *args: Any, **kwargs: Any) -> list[DiagnosisAction]:

@@ -140,7 +140,7 @@ class LocalPlatform:
         except TimeoutError as error:
             raise Unavailable(f"The node host at {self._socket} did not answer within {CALL_TIMEOUT:g} s.") from error
         if answer is None:
-            raise Unavailable(f"The node host at {self._socket} hung up without an answer.")
+            raise Unavailable(f"The node host at {self._socket} closed the connection without an answer.")
         return answer
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -152,7 +152,7 @@ class LocalPlatform:
             check_server(writer.get_extra_info("socket"))
         except OSError as error:
             writer.close()
-            raise Unavailable(f"The node host at {self._socket} is not asked: {error.strerror}.") from error
+            raise Unavailable(f"The master does not use the node host at {self._socket}: {error.strerror}.") from error
         return reader, writer
 
     async def _receive(self, reader: asyncio.StreamReader) -> HostAnswer | None:

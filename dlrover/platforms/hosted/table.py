@@ -317,7 +317,9 @@ class NodeHost:
     def limit_nodes(self, most: int) -> None:
         """From now on; 0: any number. Nodes that run stay until their job lets them go."""
         if most < 0:
-            raise Rejected(f"A host cannot have {most} nodes. Give 0 for any number, or the most that may run.")
+            raise Rejected(
+                f"The greatest number of nodes on a host must be at least 0 (got {most}). 0 stands for any number."
+            )
         self._capacity = most
         for job in self._jobs.values():
             self._notify(job, RoomChanged())
@@ -458,7 +460,7 @@ class NodeHost:
         peer: socket.socket = writer.get_extra_info("socket")
         _, uid, _ = peer_credentials(peer)
         if uid not in (0, os.geteuid()):
-            raise Rejected(f"a process of user {uid} has no business here")
+            raise Rejected(f"a process of user {uid} may not use this node host; only root and user {os.geteuid()} may")
         async with asyncio.timeout(REQUEST_TIMEOUT):
             frame = await read_frame(reader)
         if frame is None:

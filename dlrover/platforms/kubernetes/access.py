@@ -204,7 +204,7 @@ class _Origin(Struct, frozen=True):
             try:
                 return base64.b64decode(inline, validate=True)
             except binascii.Error as error:
-                raise ConfigError(f"{what}-data of {self} is no base64: {error}") from error
+                raise ConfigError(f"{what}-data of {self} is not valid base64: {error}") from error
         if path is None:
             return None
         return _read(self.resolve(path), f"{what} of {self}")
@@ -216,12 +216,17 @@ class _Origin(Struct, frozen=True):
 def _from_kubeconfig(files: list[Path], wanted: str | None, environ: Mapping[str, str]) -> ClusterAccess:
     configs = [(path, _load(path)) for path in files if path.exists()]
     if not configs:
-        raise ConfigError(f"There is no kubeconfig at {', '.join(map(str, files))}.")
+        raise ConfigError(
+            f"There is no kubeconfig at {', '.join(map(str, files))}. Set KUBECONFIG to the file that kubectl uses."
+        )
     shown = ", ".join(str(path) for path, _ in configs)
     name = wanted or next((config.current_context for _, config in configs if config.current_context), None)
     contexts = {each.name: each.context for _, config in reversed(configs) for each in config.contexts or ()}
     if name is None:
-        raise ConfigError(f"{shown} names no current-context. Known are: {_listed(contexts)}.")
+        raise ConfigError(
+            f"{shown} names no current-context. Choose one: kubectl config use-context NAME. Known are: "
+            f"{_listed(contexts)}."
+        )
     if name not in contexts:
         raise ConfigError(f"{shown} has no context {name!r}. Known are: {_listed(contexts)}.")
     context = contexts[name]
@@ -236,9 +241,15 @@ def _from_kubeconfig(files: list[Path], wanted: str | None, environ: Mapping[str
         for each in config.users or ()
     }
     if context.cluster not in clusters:
-        raise ConfigError(f"The context {name!r} of {shown} names the cluster {context.cluster!r}, which is not there.")
+        raise ConfigError(
+            f"The context {name!r} of {shown} names the cluster {context.cluster!r}, which the file does not define. "
+            "Correct the file."
+        )
     if context.user and context.user not in users:
-        raise ConfigError(f"The context {name!r} of {shown} names the user {context.user!r}, who is not there.")
+        raise ConfigError(
+            f"The context {name!r} of {shown} names the user {context.user!r}, which the file does not define. "
+            "Correct the file."
+        )
     origin, cluster = clusters[context.cluster]
     return ClusterAccess(
         _checked_server(cluster.server, f"the cluster {origin}"),
@@ -259,7 +270,7 @@ def _source_of(
     unknown = sorted(entries.keys() - known)
     if unknown:
         raise ConfigError(
-            f"The user {origin} authenticates by {', '.join(unknown)}, which we do not know. Known are: "
+            f"The user {origin} authenticates by {', '.join(unknown)}, which dlrover does not support. Supported are: "
             f"{', '.join(sorted(known - {'extensions'}))}. Most clusters offer an exec plug-in."
         )
     user = _convert(entries, _User, f"the user {origin}")
@@ -294,10 +305,14 @@ def _plugin_of(
     plugin = _convert(entries, _Exec, f"exec of the user {origin}")
     if plugin.api_version not in PLUGIN_VERSIONS:
         raise ConfigError(
-            f"exec of the user {origin} speaks {plugin.api_version!r}; we know {' and '.join(PLUGIN_VERSIONS)}."
+            f"exec of the user {origin} has the apiVersion {plugin.api_version!r}. Supported are "
+            f"{' and '.join(PLUGIN_VERSIONS)}. Update the plug-in."
         )
     if plugin.interactive_mode == "Always":
-        raise ConfigError(f"exec of the user {origin} needs a terminal (interactiveMode: Always), and we have none.")
+        raise ConfigError(
+            f"exec of the user {origin} needs a terminal (interactiveMode: Always), and dlrover runs it "
+            "without one. Use another user or plug-in."
+        )
     told: dict[str, object] | None = None
     if plugin.provide_cluster_info:
         authority = cluster_origin.read(
@@ -348,7 +363,9 @@ def _checked_server(server: str, origin: str) -> str:
 
 def _checked_proxy(proxy: str | None, origin: _Origin) -> str | None:
     if proxy and urlsplit(proxy).scheme not in ("http", "https"):
-        raise ConfigError(f"The cluster {origin} has the proxy-url {proxy!r}: we know http and https proxies.")
+        raise ConfigError(
+            f"The cluster {origin} has the proxy-url {proxy!r}. Only http and https proxies are supported."
+        )
     return proxy or None
 
 
@@ -371,7 +388,7 @@ def _convert(content: object, kind: type[V], what: str) -> V:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{what} is not as it should be: {error}") from error
+        raise ConfigError(f"{what} has the wrong form: {error}") from error
 
 
 def _read(path: Path, what: str) -> bytes:

@@ -205,7 +205,9 @@ def error_of(refusal: ApiRefusal) -> DLRoverError:
 
 def _checked(name: str) -> str:
     if name in ("", ".", ".."):
-        raise Rejected(f"{name!r} is no name of an object in Kubernetes. Nothing was asked.", code=ErrorCode.BAD_NAME)
+        raise Rejected(
+            f"{name!r} is not a valid name of an object in Kubernetes, so no request was sent.", code=ErrorCode.BAD_NAME
+        )
     return quote(name, safe="")
 
 

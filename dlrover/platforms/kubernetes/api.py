@@ -466,7 +466,8 @@ class ClusterApi:
             cause = error.certificate_error if isinstance(error, aiohttp.ClientConnectorCertificateError) else error
             why = getattr(cause, "verify_message", "") or str(cause)
             return Unavailable(
-                f"The certificate of {server} does not fit: {why}. Check the certificate authority that we read "
+                f"The certificate of {server} cannot be verified: {why}. Check the certificate authority that dlrover "
+                "read "
                 f"{self._access.origin}.",
                 code=ErrorCode.BAD_CERTIFICATE,
             )

@@ -177,7 +177,9 @@ class CredentialPlugin:
             raise self._failed(f"printed no ExecCredential: {error}") from error
         given = answer.status
         if answer.api_version != self._settings.api_version:
-            raise self._failed(f"speaks {answer.api_version}, and the kubeconfig says {self._settings.api_version}")
+            raise self._failed(
+                f"answered with apiVersion {answer.api_version}, and the kubeconfig says {self._settings.api_version}"
+            )
         if not given.token and not (given.client_certificate_data and given.client_key_data):
             raise self._failed("printed neither a token nor a client certificate with its key")
         token = checked_token(given.token, f"the plug-in {self._settings.command}") if given.token else None
@@ -224,7 +226,9 @@ def checked_token(text: str, origin: str) -> str:
     if not token:
         raise ConfigError(f"The token of {origin} is empty.")
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"The token of {origin} has spaces or other signs that no token has.")
+        raise ConfigError(
+            f"The token of {origin} has a space or another character that a token cannot have. Correct it."
+        )
     return token
 
 

@@ -97,12 +97,16 @@ class JobLedger:
         Raises `Unavailable` for a ledger that cannot be read, and for that of a newer job with our job's name.
         """
         if all(owner.uid != self._job_uid for owner in seen.metadata.owner_references):
-            raise Unavailable(f"The ledger {self._name} belongs to another job of this name: our job was deleted.")
+            raise Unavailable(
+                f"The ledger {self._name} belongs to a newer job of this name. The job of this master was deleted."
+            )
         if self._known is not None and not _is_newer(seen, self._known[0]):
             return self._known[1]
         state = decode_state(seen.data)
         if self._known is not None and seen.metadata.uid != self._known[0].metadata.uid:
-            log.warning("the ledger was deleted and made anew, what it held is written again ledger=%s", self._name)
+            log.warning(
+                "the ledger was deleted and created anew; the master writes its content again ledger=%s", self._name
+            )
             state = recovered(state, self._known[1])
         self._known = (seen, state)
         return state
@@ -231,7 +235,9 @@ class JobLedger:
                 else:
                     pending.done.set_result(result)
             return
-        raise Unavailable(f"The ledger {self._name} changed {MAX_CONFLICTS} times while it was to be written.")
+        raise Unavailable(
+            f"The ledger {self._name} was not written: another program changed it during each of {MAX_CONFLICTS} tries."
+        )
 
     async def _reread(self) -> tuple[ConfigMap, LedgerState]:
         await self.read()

@@ -199,7 +199,7 @@ class PodLookout:
         if pod is None:
             return
         if is_left_by_main(pod):
-            self._on_spare(pod, "its main container has ended and others ran on")
+            self._on_spare(pod, "its main container ended while other containers kept running")
         else:
             self._show(pod)
 

@@ -249,12 +249,12 @@ class PodPlatform:
         name = names.pod_name(self._job.name, intent.node_type.value, intent.id)
         answer = await self._api.get(PODS, name, namespace=self._job.namespace)
         if isinstance(answer, NotFound):
-            raise LaunchNotTaken(f"{intent.name}: the pod {name} was there a moment ago, and is gone now")
+            raise LaunchNotTaken(f"{intent.name}: a pod {name} existed a moment ago and is now deleted")
         if not isinstance(answer, FoundObject):
             raise Unavailable(f"{intent.name}: {answer.message}")
         pod = decode(Pod, answer.body)
         if pod.metadata.labels.get(names.JOB_UID) != self._job.uid:
-            raise LaunchNotTaken(f"{intent.name}: the pod {name} belongs to another job, and must go first")
+            raise LaunchNotTaken(f"{intent.name}: the pod {name} belongs to another job. Delete it first")
         launch = identity_of(pod)
         if launch is not None:
             check_same(launch, intent)

@@ -85,7 +85,11 @@ def pod_of(intent: LaunchNode, job: PodJob) -> JsonObject:
     """Raises `Rejected` if the job has no usable template for the node."""
     pod_type = job.types.get(intent.node_type) or job.types.get(_FALLBACK.get(intent.node_type, intent.node_type))
     if pod_type is None:
-        raise _bad(intent, f"The job {job.name} has no template for nodes of the type {intent.node_type.value}.")
+        raise _bad(
+            intent,
+            f"The job {job.name} has no template for nodes of the type {intent.node_type.value}. "
+            "Add it to spec.replicaSpecs.",
+        )
     template = copy.deepcopy(pod_type.template)
     metadata = _object(template, "metadata", intent)
     spec = _object(template, "spec", intent)

@@ -135,9 +135,9 @@ def _why_not(
         return f"{asks} The cluster has no machine. {outlook}".strip()
     if not allowed:
         why = (
-            "has a node of this job already, is to be avoided, or is being drained"
+            "already runs a node of this job, is excluded for this node, or is being drained"
             if is_strict
-            else "is to be avoided or is being drained"
+            else "is excluded for this node or is being drained"
         )
         return f"{asks} Each of the {len(machines)} machines {why}. {outlook}".strip()
     best = max(allowed, key=lambda machine: [min(machine.free.get(name, 0.0) / demand[name], 1.0) for name in demand])

@@ -369,7 +369,7 @@ class RayStarter:
             with contextlib.suppress(ValueError):  # it was never made, or it is dead
                 actor = ray.get_actor(f"{NODE_PREFIX}{intent.id}", namespace=namespace)
             if actor is None:
-                stone = Tombstone(intent=intent, exit_code=EXIT_LOST, cause="lost while the job's host was away")
+                stone = Tombstone(intent=intent, exit_code=EXIT_LOST, cause="lost while the job's host was restarting")
                 self._store.bury(stone)
                 found.append(FoundNode(intent, RayNode.ended(self, stone)))
                 continue

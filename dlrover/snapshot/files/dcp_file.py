@@ -77,7 +77,7 @@ def decode_table(content: bytes) -> list[DcpItem]:
     try:
         return _DECODER.decode(content)
     except msgspec.MsgspecError as error:
-        raise SegmentInvalid(f"The table of a DCP file cannot be read: {error}") from error
+        raise SegmentInvalid(f"A DCP file in the snapshot is damaged: its table cannot be read: {error}") from error
 
 
 def item_bytes(item: DcpItem, storages: Sequence[memoryview]) -> memoryview:
@@ -87,7 +87,9 @@ def item_bytes(item: DcpItem, storages: Sequence[memoryview]) -> memoryview:
     except IndexError:
         found = memoryview(b"")
     if found.nbytes != item.num_bytes:
-        raise SegmentInvalid(f"The table of a DCP file places {item.name} outside of its storage.")
+        raise SegmentInvalid(
+            f"A DCP file in the snapshot is damaged: its table places {item.name} outside of its storage."
+        )
     return found
 
 
@@ -99,7 +101,9 @@ def dcp_image(table: bytes, storages: Sequence[memoryview]) -> tuple[list[FilePi
     end = 0
     for item in sorted((item for item in decode_table(table) if item.at != ELSEWHERE), key=lambda item: item.at):
         if item.at < end:
-            raise SegmentInvalid(f"The table of a DCP file places {item.name} over the item before it.")
+            raise SegmentInvalid(
+                f"A DCP file in the snapshot is damaged: its table places {item.name} over the item before it."
+            )
         first = len(pieces)
         if item.is_in_storage:
             own, late, length = torch_image(item.prepared, [item_bytes(item, storages)])

@@ -74,7 +74,9 @@ def decode_table(prepared: bytes) -> SafetensorsTable:
     try:
         return _DECODER.decode(prepared)
     except msgspec.MsgspecError as error:
-        raise SegmentInvalid(f"The table of a safetensors file cannot be read: {error}") from error
+        raise SegmentInvalid(
+            f"A safetensors file in the snapshot is damaged: its table cannot be read: {error}"
+        ) from error
 
 
 def safetensors_image(prepared: bytes, storages: Sequence[memoryview]) -> tuple[list[FilePiece], Late, int]:

@@ -36,7 +36,10 @@ def algorithm_of(number: int) -> Algorithm:
     try:
         return Algorithm(number)
     except ValueError as error:
-        raise Corrupt(f"The bytes were summed with algorithm {number}, which this version does not know.") from error
+        raise Corrupt(
+            f"The checksum algorithm {number} of the snapshot is unknown to this version. Use the dlrover that made "
+            "the snapshot."
+        ) from error
 
 
 def best_algorithm() -> Algorithm:

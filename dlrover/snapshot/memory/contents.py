@@ -89,4 +89,4 @@ def decode_contents(sections: dict[str, bytes]) -> Contents:
             extra=decode_extra(sections),
         )
     except (KeyError, msgspec.MsgspecError) as error:
-        raise SegmentInvalid(f"The snapshot's metadata cannot be read: {error}") from error
+        raise SegmentInvalid(f"The snapshot is damaged: its metadata cannot be read: {error}") from error

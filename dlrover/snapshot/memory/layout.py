@@ -133,7 +133,7 @@ def decode_layout(content: bytes) -> Layout:
     try:
         return _DECODER.decode(content)
     except msgspec.MsgspecError as error:
-        raise SegmentInvalid(f"The tensor table cannot be read: {error}") from error
+        raise SegmentInvalid(f"The snapshot is damaged: its tensor table cannot be read: {error}") from error
 
 
 def layout_hash(encoded: bytes) -> bytes:

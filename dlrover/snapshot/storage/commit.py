@@ -257,7 +257,7 @@ def _commit_staged(
     if digest and found != digest:
         raise ManifestInvalid(
             f"The manifests of step {attempt.step} in {attempt.directory} are not those that the nodes reported. "
-            "Is another job writing there?"
+            "The step is not committed. If another job writes there, give each job its own directory."
         )
     staging = attempt.staging_path(storage)
     check_sizes(storage, staging, manifest)

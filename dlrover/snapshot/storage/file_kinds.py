@@ -31,8 +31,8 @@ def file_image(contents: Contents, entry: FileEntry, data: memoryview) -> FileIm
     make = _KINDS.get(entry.kind)
     if make is None:
         raise SegmentInvalid(
-            f"The snapshot's part {entry.name!r} is of the kind {entry.kind!r}, which this version cannot write; "
-            f"it knows {', '.join(_KINDS)}. Agent and trainer have to be of the same version."
+            f"The snapshot's part {entry.name!r} is of the kind {entry.kind!r}. This agent can write only "
+            f"{', '.join(_KINDS)}. Install the same version of dlrover for the agent and the trainer."
         )
     return make(contents, entry, data)
 

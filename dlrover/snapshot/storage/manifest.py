@@ -135,7 +135,7 @@ def decode_global_manifest(content: bytes) -> GlobalManifest:
     if manifest.checksum:  # the first versions wrote none
         bare = content.replace(f'"{manifest.checksum}"'.encode(), b'""', 1)
         if digest_of(bare) != manifest.checksum:
-            raise ManifestInvalid("The manifest is damaged: it does not fit its own checksum.")
+            raise ManifestInvalid("The manifest is damaged: its content differs from its checksum.")
     return manifest
 
 
@@ -163,7 +163,7 @@ def join_manifests(manifests: list[RankManifest], expected_ranks: set[int], data
     if missing := sorted(expected_ranks - set(by_rank)):
         raise ManifestInvalid(f"The checkpoint is incomplete: no manifest from ranks {_few(missing)}.")
     if surplus := sorted(set(by_rank) - expected_ranks):
-        raise ManifestInvalid(f"Ranks {_few(surplus)} wrote to this checkpoint and are not part of it.")
+        raise ManifestInvalid(f"The checkpoint has manifests from ranks {_few(surplus)}, which are not part of it.")
     first = by_rank[min(by_rank)]
     for rank, manifest in sorted(by_rank.items()):
         if (manifest.step, manifest.attempt) != (first.step, first.attempt):
@@ -203,7 +203,10 @@ def _decode(content: bytes, decoder: msgspec.json.Decoder[Manifest]) -> Manifest
 
 def _checked(manifest: Manifest) -> Manifest:
     if manifest.version != MANIFEST_VERSION:
-        raise ManifestInvalid(f"The manifest has version {manifest.version}, this software reads {MANIFEST_VERSION}.")
+        raise ManifestInvalid(
+            f"The manifest has version {manifest.version}; this dlrover reads version {MANIFEST_VERSION}. Use the "
+            "dlrover that wrote it."
+        )
     for file in manifest.files:
         parts = file.path.split("/")
         if file.path.startswith("/") or ".." in parts or not file.path:

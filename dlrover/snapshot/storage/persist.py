@@ -129,7 +129,9 @@ def request_in(extra: Mapping[str, bytes]) -> SaveRequest | None:
     try:
         return _DECODER.decode(content)
     except msgspec.MsgspecError as error:
-        raise SegmentInvalid(f"What the snapshot says about storage cannot be read: {error}") from error
+        raise SegmentInvalid(
+            f"The snapshot is damaged: its request to write to storage cannot be read: {error}"
+        ) from error
 
 
 def pin_newest(path: str | os.PathLike[str], slot: int, generation: int) -> PinnedSlot | None:
@@ -270,7 +272,11 @@ def finish(request: SaveRequest, *, digest: str = "", is_newest: bool = True, da
         OSError,
         DLRoverError,
     ) as error:  # the checkpoint is there, and the next one deletes what this one could not
-        log.warning("step %d is committed; what it made expendable could not be deleted: %s", request.step, error)
+        log.warning(
+            "step %d is committed; older checkpoints could not be deleted, and the next save tries again: %s",
+            request.step,
+            error,
+        )
     return committed
 
 
@@ -303,8 +309,8 @@ def wait_until_complete(
         if time.monotonic() >= deadline:
             found = sorted(each.global_rank for each in staged_manifests(request.open_storage(), request.as_attempt()))
             raise TimeoutError(
-                f"Step {request.step} was not committed: after {limit:g} s only {len(found)} of {request.num_shards} "
-                f"shards were written ({found[:8]})."
+                f"Step {request.step} was not committed: only {len(found)} of {request.num_shards} shards were written "
+                f"within {limit:g} s (by ranks {found[:8]}). See the logs of the other ranks."
             )
         if wait(pause):
             raise WriteStopped(f"Step {request.step} was given up before all shards were written.")
@@ -363,7 +369,8 @@ def _check_paths(contents: Contents) -> None:
 def _check_free(storage: Storage, attempt: Attempt) -> None:
     if any(entry.name == attempt.target for entry in storage.list(attempt.directory)):
         raise Rejected(
-            f"{attempt.target_path} exists and is not a checkpoint. A snapshot from another node does not replace it.",
+            f"{attempt.target_path} exists and is not a checkpoint. The snapshot of another node is not written over it. "
+            "Move it away, or save to another path.",
             code=ErrorCode.NOT_A_CHECKPOINT,
         )
 

@@ -57,7 +57,9 @@ class SavePlaces:
         try:
             place = _DECODER.decode(encoded)
         except msgspec.MsgspecError as error:
-            raise NotNamed(f"A trainer names a place for checkpoints in words that cannot be read: {error}") from error
+            raise NotNamed(
+                f"The agent cannot read where a trainer wants its checkpoints, so it does not write them: {error}"
+            ) from error
         known = self._named.setdefault(place.directory, [])
         is_new = place not in known
         if not is_new:
@@ -94,7 +96,8 @@ class SavePlaces:
             )
         if request.links:
             log.warning(
-                "step %d: the links %s that a copy from another node asks for are not made",
+                "step %d: this node writes a checkpoint from the copy of another node and does not make the links %s "
+                "that it names",
                 request.step,
                 ", ".join(sorted(request.links.values())),
             )

@@ -146,7 +146,10 @@ class UserDeletion:
         found = _NUMBER_AT_END.search(name)
         is_here = directory == self._directory or os.path.abspath(directory) == self._directory.rstrip("/")
         if found is None or not is_here:
-            log.warning("a deletion strategy wants to delete %s, which is no checkpoint of this job: left alone", path)
+            log.warning(
+                "the deletion strategy asked to delete %s, which is not a checkpoint of this job; it was not deleted",
+                path,
+            )
             return None
         return int(found[1])
 

@@ -140,7 +140,7 @@ class PosixDiskStorage(CheckpointStorage):
 
     def safe_move(self, src_path: AnyPath, dst_path: AnyPath) -> None:
         if not os.path.exists(src_path) or os.path.lexists(dst_path):
-            log.warning("%s was not moved to %s: the one is missing or the other exists", src_path, dst_path)
+            log.warning("%s was not moved to %s: the source does not exist, or the target exists", src_path, dst_path)
             return
         shutil.move(src_path, dst_path)
 
@@ -256,7 +256,8 @@ class FileContent:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "the storage got the finished bytes of a file in place of a state dict: call write_func(state_dict, path) instead of pickling it"
+            "this state_dict stands for the finished bytes of a file and cannot be pickled: call "
+            "write_func(state_dict, path) instead"
         )
 
 

@@ -112,7 +112,11 @@ def rest_of_data(step: int) -> str:
     try:
         return _ask_rest(step, FLUSH)
     except (Rejected, Unavailable) as error:
-        log.info("what the model of step %d has still to read is told when it is committed: %s", step, error)
+        log.info(
+            "the master did not answer which data the model of step %d has still to read; the commit records it: %s",
+            step,
+            error,
+        )
         return ""
 
 
@@ -197,7 +201,11 @@ def restored(
     try:
         (current_link() if link is None else link).ask(told, timeout=_TELL)
     except (Rejected, Unavailable) as error:
-        log.warning("the data cannot be set to step %s of the model: %s", step, error)
+        log.warning(
+            "the master did not set the datasets back to step %s of the model, so data may be skipped or read twice: %s",
+            step,
+            error,
+        )
 
 
 def _key(claim: Claim) -> tuple[int, str, int]:

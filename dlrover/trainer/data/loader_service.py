@@ -136,7 +136,10 @@ class LoaderClient(Generic[AnswerT]):
             check_server(self._socket)
         except OSError as error:
             self._socket.close()
-            raise DataUnavailable(f"The process that trains does not answer its DataLoader: {error}.") from error
+            raise DataUnavailable(
+                f"The training process did not answer its DataLoader worker: {error}. See the log of the training "
+                "process."
+            ) from error
         self._lines: BinaryIO = self._socket.makefile("rb")
 
     def close(self) -> None:
@@ -148,9 +151,13 @@ class LoaderClient(Generic[AnswerT]):
             self._socket.sendall(msgspec.json.encode(ask) + b"\n")
             line = self._lines.readline()
         except OSError as error:
-            raise DataUnavailable(f"The process that trains is gone: {error}.") from error
+            raise DataUnavailable(
+                f"The training process of this DataLoader worker has ended: {error}. See the log of the training process."
+            ) from error
         if not line:
-            raise DataUnavailable("The process that trains has closed the dataset.")
+            raise DataUnavailable(
+                "The training process has closed the dataset, so this DataLoader worker gets no more records."
+            )
         answer = self._decoder.decode(line)
         if trouble := getattr(answer, "trouble", ""):
             raise DataUnavailable(trouble)

@@ -134,13 +134,15 @@ class ShardFeed:
                 if self._is_ended:
                     return None
                 if self._is_closing:
-                    raise DataUnavailable(f"The shards of {self.spec.name!r} were closed here; nothing comes any more.")
+                    raise DataUnavailable(
+                        f"The client of dataset {self.spec.name!r} is closed. Make a new one to read on."
+                    )
                 self._num_waiting += 1
                 self._news.notify_all()
                 try:
                     left = None if end_at is None else end_at - time.monotonic()
                     if left is not None and left <= 0:
-                        raise TimeoutError(f"No shard of {self.spec.name!r} came within {timeout:g} s.")
+                        raise TimeoutError(f"The master gave out no shard of {self.spec.name!r} within {timeout:g} s.")
                     with phases.span(phases.DATA):
                         self._news.wait(left)
                 finally:
@@ -158,7 +160,10 @@ class ShardFeed:
         with self._live():
             start = shard.start + self._done.get(shard.id, 0)
             if shard.id not in self._taken or not 0 < count <= shard.end - start:
-                raise ValueError(f"Shard {shard.id} of {self.spec.name!r} has no {count} records left.")
+                raise ValueError(
+                    f"Cannot report {count} records of shard {shard.id} of {self.spec.name!r}: it does not have so "
+                    "many left. Report each batch once."
+                )
             self._done[shard.id] = self._done.get(shard.id, 0) + count
             self._consumed.append(Consumption(shard.id, count, step))
             if step != NO_STEP:
@@ -343,13 +348,15 @@ class ShardFeed:
                 self._exchange(message)
         except DLRoverError as error:
             with self._news:
-                self._trouble = DataUnavailable(f"Shards of {self.spec.name!r} cannot be had: {error}")
+                self._trouble = DataUnavailable(f"This worker gets no more shards of {self.spec.name!r}: {error}")
                 self._trouble.__cause__ = error
                 self._news.notify_all()
         except Exception as error:  # the edge of the thread: readers must not wait for it in vain
-            log.exception("bug: the shards of %r stop here", self.spec.name)
+            log.exception("bug in dlrover: this worker gets no more shards of %r", self.spec.name)
             with self._news:
-                self._trouble = DataUnavailable(f"Shards of {self.spec.name!r} cannot be had: {error!r}")
+                self._trouble = DataUnavailable(
+                    f"This worker gets no more shards of {self.spec.name!r} because of a bug in dlrover: {error!r}"
+                )
                 self._news.notify_all()
 
     def _next_message(self) -> ExchangeShards | None:
@@ -423,7 +430,7 @@ class ShardFeed:
         try:
             self._link.ask(AwaitRestore(round=self._who[0], wait=wait), timeout=wait + _MARGIN)
         except (Rejected, Unavailable) as error:
-            log.info("the shards of %r are asked for again: %s", self.spec.name, error)
+            log.info("asking the master again for shards of %r: %s", self.spec.name, error)
             pause_before_retry(wait)
         with self._news:
             self._listener = None

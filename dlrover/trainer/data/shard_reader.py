@@ -228,13 +228,14 @@ class ShardReader:
         at = self._at.get(run[0].shard)
         if at is None:
             raise ValueError(
-                f"Shard {run[0].shard} of {self.spec.name!r} is not read here any more: the batch is of an earlier pass, or was reported "
-                "before."
+                f"Shard {run[0].shard} of {self.spec.name!r} is no longer open here, so its batch cannot be reported. "
+                "The batch is of an earlier pass or was already reported. Report each batch once, in the pass that "
+                "read it."
             )
         if run[0].start != at or any(two.start != one.end for one, two in pairwise(run)):
             raise ValueError(
-                f"Batches of {self.spec.name!r} are reported in the order in which they came: record {at} of shard {run[0].shard} is next, "
-                f"not {run[0].start}."
+                f"A batch of {self.spec.name!r} begins at record {run[0].start} of shard {run[0].shard}, and record "
+                f"{at} is next. Report batches in the order in which you got them."
             )
 
     def _take_of_tail(self, tail: DirectoryTail, timeout: float | None) -> LeasedShard | None:
@@ -261,8 +262,8 @@ def check_same_data(state: dict[str, Any], spec: DatasetSpec) -> None:
     ):
         if saved != ours:
             raise SourceChanged(
-                f"The state was saved for data with the {word} {saved!r}; these have {ours!r}: it would go on at other records than those "
-                "that were left."
+                f"The state was saved for data with the {word} {saved!r}; these have {ours!r}, so it names other "
+                "records. Load it with the data and settings that it was saved with."
             )
 
 

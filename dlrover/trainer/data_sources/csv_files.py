@@ -87,7 +87,7 @@ class CsvSource:
                     f"{path} has the columns {', '.join(found)}, but {files[0]} has {', '.join(heads[0][0])}."
                 )
             if not sample:
-                raise SourceError(f"{path} has no records, only a header.")
+                raise SourceError(f"{path} has a header and no records. Leave the file out.")
             if len(sample[0]) != len(names):
                 raise SourceError(
                     f"{path} has {len(sample[0])} columns, but {len(names)} names were given or found: {', '.join(names)[:200]}. It may not "
@@ -102,7 +102,7 @@ class CsvSource:
 class _Dialect:
     def __init__(self, delimiter: str, encoding: str, *, is_named: bool) -> None:
         if len(delimiter) != 1:
-            raise ConfigError(f"A delimiter is one character, not {delimiter!r}.")
+            raise ConfigError(f"`delimiter` must be one character (got {delimiter!r}).")
         self.delimiter, self.encoding, self.is_named = delimiter, encoding, is_named
         try:
             self.delimiter_bytes = delimiter.encode(encoding)
@@ -143,7 +143,7 @@ def _read_head(path: str, dialect: _Dialect) -> tuple[list[str], list[list[str]]
         raise SourceError(f"{path} is not CSV: no row ends within its first {_HEAD} bytes.")
     rows = dialect.rows(data[begin : ends[-1]] if ends else b"", path)
     if not rows:
-        raise SourceError(f"{path} is empty: it has no records.")
+        raise SourceError(f"{path} is empty. Leave the file out.")
     return (rows[0], rows[1:], ends[0]) if dialect.is_named else ([], rows, begin)
 
 
@@ -175,7 +175,10 @@ class _CsvFile(IndexedFile):
 
     def _typed(self, row: list[str], number: int) -> dict[str, Any]:
         if len(row) != self._width:
-            raise SourceError(f"Record {number} of {self.file.path} has {len(row)} columns instead of {self._width}.")
+            raise SourceError(
+                f"Record {number} of {self.file.path} has {len(row)} columns instead of {self._width}. "
+                "Correct the file, or give the delimiter it has."
+            )
         record = {}
         for name, at, make in self._fields:
             try:
@@ -183,8 +186,8 @@ class _CsvFile(IndexedFile):
             except ValueError as error:
                 kind = getattr(make, "__name__", str(make))
                 raise SourceError(
-                    f"Record {number} of {self.file.path} has {row[at][:64]!r} in column {name!r}, which is no {kind.strip('_')}. Give "
-                    f"its type: types={{{name!r}: str}}."
+                    f"Record {number} of {self.file.path} has {row[at][:64]!r} in column {name!r}, which is not of "
+                    f"the type {kind.strip('_')}. Give the column's type, for example types={{{name!r}: str}}."
                 ) from error
         return record
 

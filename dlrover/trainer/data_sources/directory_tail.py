@@ -59,7 +59,7 @@ class DirectoryTail:
         return ""  # it changes all the time
 
     def __len__(self) -> int:
-        raise TypeError("A directory that grows has no length.")
+        raise TypeError("A directory that grows has no length: iterate over it instead.")
 
     def read(self, places: Sequence[int], partition: str = "") -> list[Any]:
         return self._file(partition).read(places, self._encoding)
@@ -121,7 +121,7 @@ class TailWatch:
         try:
             self._watch()
         except Exception as error:  # the edge of the thread: readers would wait for ever for data that nobody tells of
-            log.error("%s is not watched any more: %s", self._tail.folder, error)
+            log.error("reading of new data in %s has stopped: %s", self._tail.folder, error)
             self.trouble = error
 
     def _watch(self) -> None:

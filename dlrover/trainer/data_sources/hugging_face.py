@@ -21,7 +21,8 @@ class HuggingFaceSource:
             raise ConfigError(f"This is a dict of splits ({', '.join(map(str, dataset))}): give one of them.")
         if not all(hasattr(dataset, needed) for needed in ("__len__", "__getitem__", "column_names", "_fingerprint")):
             raise ConfigError(
-                f"{type(dataset).__name__} is no map-style dataset of `datasets`: its records have no numbers. Load it without streaming=True."
+                f"{type(dataset).__name__} is not a map-style dataset of `datasets`, so its records cannot be read by "
+                "number. Load it without streaming=True."
             )
         if not len(dataset):
             raise SourceError("The dataset has no records.")

@@ -39,7 +39,7 @@ class IndexedFile:
     def __init__(self, path: str, **framing: Any) -> None:
         self.file = FrozenFile(path)
         if not self.file.size:
-            raise SourceError(f"{path} is empty: it has no records.")
+            raise SourceError(f"{path} is empty. Leave the file out.")
         self.index = RecordIndex(self.file.read, **framing)
 
     def __len__(self) -> int:
@@ -96,5 +96,7 @@ def decoded_lines(data: bytes, skip: int, count: int, encoding: str, where: Any)
         try:
             found.append(line.removesuffix(b"\r").decode(encoding))
         except UnicodeDecodeError as error:
-            raise SourceError(f"{where(number)} is no {encoding}: {error.reason}. Give the encoding it has.") from error
+            raise SourceError(
+                f"{where(number)} is not text in {encoding}: {error.reason}. Give `encoding` the encoding of the file."
+            ) from error
     return found

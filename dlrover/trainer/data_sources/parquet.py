@@ -29,7 +29,8 @@ class ParquetSource:
         for part in parts[1:]:
             if part.columns != parts[0].columns:
                 raise SourceError(
-                    f"{part.file.path} has the columns {part.columns}, but {files[0]} has {parts[0].columns}."
+                    f"{part.file.path} has the columns {part.columns}, but {files[0]} has {parts[0].columns}. "
+                    "Give files with the same columns, or one dataset for each kind."
                 )
         self.columns = parts[0].columns
         self._row = Row(parts)
@@ -104,7 +105,10 @@ class _ParquetFile:
             table = self._open().read_row_group(number, columns=self.columns, use_threads=False)
         except (pyarrow.ArrowException, OSError) as error:
             self.file.check()
-            raise SourceError(f"Row group {number} of {self.file.path} cannot be read: {error}") from error
+            raise SourceError(
+                f"Row group {number} of {self.file.path} is damaged. Restore the file, or leave it out. pyarrow says: "
+                f"{error}"
+            ) from error
         self.file.check()
         self._kept[number] = table
         if len(self._kept) > NUM_KEPT:
@@ -130,5 +134,7 @@ def _pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("Parquet files need pyarrow: install the extra `data` of this project.") from error
+        raise ConfigError(
+            "Parquet files need the package pyarrow, which is not installed: pip install 'dlrover[data]'."
+        ) from error
     return pyarrow

@@ -83,15 +83,16 @@ class FrozenFile:
             found = os.stat(self.path) if self._fd < 0 else os.fstat(self._fd)
         except FileNotFoundError:
             raise SourceChanged(
-                f"{self.path} is gone. Bring it back, then start the job again: nothing is lost."
+                f"{self.path} does not exist any more. Restore it, then start the job again: nothing is lost."
             ) from None
         if (found.st_size, found.st_mtime_ns) != (self.size, self._changed_at):
             what = (
                 f"has {found.st_size} bytes instead of {self.size}" if found.st_size != self.size else "was written to"
             )
             raise SourceChanged(
-                f"{self.path} {what} since this job began to read it: the numbers of its records mean others now. Bring the old "
-                "file back and start the job again (nothing is lost), or read the new one as a dataset of another name."
+                f"{self.path} {what} since this job began to read it, so its record numbers now name other records. "
+                "Restore the old file and start the job again (nothing is lost), or read the new file as a dataset of "
+                "another name."
             )
 
     def fingerprint(self) -> bytes:

@@ -120,7 +120,7 @@ class ElasticDataset(Dataset[Any], ABC):  # type: ignore[misc]  # torch is not f
         """Why it cannot be; empty: it is."""
         text = (state or {}).get("shards")
         if text is None:
-            return "Rank 0 has no state of the data to load: give it what state_dict() returned there."
+            return "Rank 0 got no data state to load. Give its load_state_dict() what state_dict() returned there."
         try:
             self._client.restore_books(text)
         except DLRoverError as error:
@@ -158,7 +158,10 @@ class ElasticDataset(Dataset[Any], ABC):  # type: ignore[misc]  # torch is not f
         if self._line is None or self._line.pid != os.getpid():
             info = get_worker_info()
             if info is None:
-                raise ConfigError("Only the process that made an ElasticDataset and its DataLoader's can read it.")
+                raise ConfigError(
+                    "This process cannot read the ElasticDataset. Only the process that made it and the workers of "
+                    "its DataLoader can."
+                )
             self._line = RecordClient(self._address, info.seed - info.id, info.num_workers)
         return self._line
 

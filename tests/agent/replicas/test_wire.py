@@ -71,7 +71,7 @@ def test_a_shortage_does_not_end_the_service_for_other_nodes(shortage) -> None:
             challenge = PeerConnection(second, deadline=time.monotonic() + DEADLINE).receive(Challenge)
             assert challenge.nonce
         assert len(listening.heard) == 1
-        assert "tried again" in listening.heard[0]
+        assert "keeps trying" in listening.heard[0]
     finally:
         server.close()
         logging.getLogger("dlrover.agent").removeHandler(listening)

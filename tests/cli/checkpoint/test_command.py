@@ -221,7 +221,7 @@ def test_verify_finds_what_is_cut_off_or_missing(ours: Path) -> None:
     assert f"{file} is missing" in run("verify", ours, exit_code=1).output.replace("\n", "")
     file.write_bytes(content)
     (ours / "dlrover_latest.txt").write_text("16")
-    assert "no such checkpoint" in run("verify", ours, exit_code=1).output
+    assert "which does not exist" in run("verify", ours, exit_code=1).output
 
 
 def test_what_a_running_job_deletes_or_replaces_meanwhile_is_not_called_damaged(ours: Path) -> None:
@@ -333,7 +333,7 @@ def test_convert_never_overwrites_and_leaves_nothing_behind(ours: Path, tmp_path
     target.parent.mkdir()
     target.write_text("precious")
     assert "nothing is overwritten" in refused("convert", ours, target)
-    assert "is no directory" in refused("convert", ours, tmp_path / "nowhere" / "x.pt")
+    assert "is not a directory" in refused("convert", ours, tmp_path / "nowhere" / "x.pt")
     assert "Give --to" in refused("convert", ours, tmp_path / "out" / "x.npz")
     assert "--to wood" in refused("convert", ours, tmp_path / "out" / "x.pt", "--to", "wood")
     assert "local path" in refused("convert", ours, "s3://bucket/x.pt")
@@ -410,4 +410,4 @@ def test_gc_leaves_the_originals_alone_unless_asked(originals: Path) -> None:
 def test_gc_refuses_rules_that_make_no_sense_and_files(ours: Path) -> None:
     assert "--keep-latest 0" in refused("gc", ours, "--keep-latest", 0)
     assert "--keep-interval -1" in refused("gc", ours, "--keep-interval", -1)
-    assert "is no directory" in refused("gc", ours / "5" / "rank_0.pt")
+    assert "is not a directory" in refused("gc", ours / "5" / "rank_0.pt")

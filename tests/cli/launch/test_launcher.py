@@ -324,7 +324,7 @@ def test_a_launcher_whose_node_was_scaled_away_stays_for_the_master_of_the_other
     job.open_gate()
     exit_code, said = job.finish()
     assert exit_code == 0
-    assert "it hosts the master of the others" in said
+    assert "it hosts the master of the other nodes" in said
     assert not is_alive(int(master))
     assert job.files_left() == []
 

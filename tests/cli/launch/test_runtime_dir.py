@@ -290,7 +290,7 @@ def test_an_outcome_that_cannot_be_told_is_no_reason_to_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write_outcome(str(tmp_path / "gone" / "outcome.json"), AgentResult(exit_code=0))
-    assert "could not be told" in capsys.readouterr().err
+    assert "could not write how the job ended" in capsys.readouterr().err
 
 
 def test_snapshots_survive_those_who_tidy_the_runtime_directories(short_dir: Path) -> None:

@@ -25,7 +25,7 @@ def test_a_node_from_which_nobody_comes_is_exchanged_twice_and_then_told_of() ->
         assert mute.look(scene.job.state, micros(1000 * (number + 1) + 500)) == []
     (found,) = mute.look(scene.job.state, micros(9000))
     assert found.wish is None
-    assert "another node would not help" in found.verdict.reasoning
+    assert "another one would not help" in found.verdict.reasoning
     assert mute.look(scene.job.state, micros(9100)) == [], "once"
 
 

@@ -287,7 +287,7 @@ async def test_a_job_made_anew_under_its_name_takes_no_old_pod_for_its_own(lab):
         assert (watch.first.nodes, watch.first.next_id) == ((), 0)
         with pytest.raises(LaunchNotTaken, match="belongs to another job"):
             await new.apply(launch(0))
-        with pytest.raises(Unavailable, match="belongs to another job of this name"):
+        with pytest.raises(Unavailable, match="belongs to a newer job of this name"):
             await old.apply(launch(5, master_epoch=9))
         assert (await lab.ledger())["epoch"] == "1", "the old job's master does not write the new job's ledger"
         lab.is_awake.set()

@@ -230,7 +230,7 @@ def test_a_storage_that_fails_after_the_tracker_was_written_has_the_checkpoint_a
     with monkeypatch.context() as failing:
         failing.setattr(type(storage), "list", list_until_committed)
         assert finish(request).manifest.step == 2
-    assert "could not be deleted: [Errno 5] the store went away" in caplog.text
+    assert "could not be deleted, and the next save tries again: [Errno 5] the store went away" in caplog.text
     assert [each.manifest.step for each in committed_checkpoints(storage, directory)] == [1, 2]
     finish(request)
     assert [each.manifest.step for each in committed_checkpoints(storage, directory)] == [2]
@@ -257,7 +257,7 @@ def test_a_missing_rank_a_wrong_size_and_a_foreign_rank_stop_the_commit(place: t
     write_rank(storage, attempt, 0)
     with pytest.raises(ManifestInvalid, match="no manifest from ranks 1, 2"):
         commit(storage, attempt, (0, 1, 2))
-    with pytest.raises(ManifestInvalid, match="Ranks 0 wrote to this checkpoint"):
+    with pytest.raises(ManifestInvalid, match="has manifests from ranks 0, which are not part of it"):
         commit(storage, attempt, ())
     manifest = write_rank(storage, attempt, 1)
     path = join(attempt.staging_path(storage), manifest.files[0].path)
@@ -360,7 +360,7 @@ def test_manifests_that_nobody_reported_are_not_committed(place: tuple[Storage, 
     storage, directory = place
     attempt = attempt_at(10, "a", directory)
     digests = {rank: digest_of(encode_manifest(write_rank(storage, attempt, rank))) for rank in (0, 1)}
-    with pytest.raises(ManifestInvalid, match="Is another job writing there"):
+    with pytest.raises(ManifestInvalid, match="If another job writes there"):
         commit(storage, attempt, (0, 1), digest=digest_of_shards({**digests, 1: "other"}))
     assert latest_step(storage, directory) is None
     commit(storage, attempt, (0, 1), digest=digest_of_shards(digests))

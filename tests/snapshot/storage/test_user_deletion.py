@@ -67,7 +67,7 @@ def test_a_users_strategy_gets_neither_the_newest_nor_what_is_not_ours(tmp_path,
     assert committed(directory) == [2]
     assert (directory / "notes").is_dir()
     assert (tmp_path / "elsewhere" / "7").is_dir()
-    assert "no checkpoint of this job" in caplog.text
+    assert "not a checkpoint of this job" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_pass_ends_when_the_data_go_back() -> None:
     batches = iter(DataLoader(dataset, 4, num_workers=1))
     next(batches)
     dataset.load_state_dict(state)
-    with pytest.raises(DataUnavailable, match="Iterate anew"):
+    with pytest.raises(DataUnavailable, match="This iterator has ended"):
         list(batches)
     assert next(iter(DataLoader(dataset, 4, num_workers=1))).tolist() == [0, 1, 2, 3]
     dataset.close()

@@ -157,7 +157,7 @@ def test_a_source_that_changes_stops_the_loop_and_loses_nothing(
         for batch in batches:
             data.used(batch, 1)
 
-    with pytest.raises(SourceChanged, match="Bring the old"):
+    with pytest.raises(SourceChanged, match="Restore the old"):
         go_on()
     batches._shutdown_workers()  # collected with the traceback it would wait for some seconds
     data.close()

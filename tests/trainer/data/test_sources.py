@@ -236,7 +236,7 @@ def test_a_value_that_does_not_fit_names_its_record(tmp_path: Path) -> None:
     source = CsvSource(path)
     assert source.read([1499]) == [{"n": 1499}]
     with pytest.raises(
-        SourceError, match=r"Record 1500 .* has 'many' in column 'n', which is no int.*types=\{'n': str\}"
+        SourceError, match=r"Record 1500 .* has 'many' in column 'n', which is not of the type int.*types=\{'n': str\}"
     ):
         source.read([1500])
 
@@ -246,7 +246,7 @@ def test_a_value_that_does_not_fit_names_its_record(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b"\n\n", "is empty"),
-        (b"a,b\n", "only a header"),
+        (b"a,b\n", "a header and no records"),
         (b"\x89PNG\r\n\x1a\n\0\0\0", "not CSV"),
         (b"\xff\xfe\xfd,1\n2,3\n", "not CSV in utf-8"),
         (b'a,b\n1,"2\n3,4\n', "not CSV"),
@@ -304,7 +304,7 @@ def test_damaged_parquet_is_named(tmp_path: Path) -> None:
         ParquetSource(path)
     path.write_bytes(whole[:4] + b"\xee" * 3000 + whole[3004:])
     source = ParquetSource(path)
-    with pytest.raises(SourceError, match=r"Row group 0 .* cannot be read"):
+    with pytest.raises(SourceError, match=r"Row group 0 .* is damaged"):
         source.read(range(10))
     path.write_bytes(b"id,text\n1,2\n")
     with pytest.raises(SourceError, match="not Parquet"):
@@ -322,7 +322,7 @@ def test_a_dataset_of_hugging_face(tmp_path: Path) -> None:
     assert source.read(range(5, 9)) == records[5:9]
     assert source.read([7, 3]) == [records[7], records[3]]
     assert source.fingerprint != HuggingFaceSource(dataset.select(range(7))).fingerprint
-    with pytest.raises(ConfigError, match="no map-style"):
+    with pytest.raises(ConfigError, match="not a map-style"):
         HuggingFaceSource(dataset.to_iterable_dataset())
     with pytest.raises(ConfigError, match="splits"):
         HuggingFaceSource(datasets.DatasetDict(train=dataset))

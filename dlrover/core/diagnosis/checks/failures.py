@@ -90,7 +90,7 @@ class CrashLoop:
             (Culprit(node=picture.failures[-1].node, global_rank=newest.global_rank),),
             f"The same failure came {count} times{where}: {newest.message[:300]}",
             confidence=0.9,
-            reasoning="Restarts do not get beyond it: correct the script.",
+            reasoning="Restarts do not help: correct the script.",
         )
 
 

@@ -120,7 +120,8 @@ class ResolveTrainingHang(InferenceOperator):
             "fault": FaultClass.NETWORK.value,
             "confidence": "0.8",
             "action": ActionKind.RESTART_WORKERS.value,
-            "reasoning": "Kernels that wait for each other for minutes do not go on by themselves, and nothing says who is to blame.",
+            "reasoning": "Kernels that wait for each other for minutes do not go on by themselves. It is unknown "
+            "which rank causes it.",
         }
         return [Inference(InferenceName.ACTION, InferenceAttribute.IS, InferenceDescription.EVENT, solution)]
 
@@ -173,7 +174,8 @@ class IdleDevices:
                 f"No rank has made progress for {seconds:.0f} s, and no matrix unit of the devices of all {len(rests)} nodes has worked for {self.lasting:.0f} s.",
                 confidence=0.8,
                 action=ActionKind.RESTART_WORKERS,
-                reasoning="Devices that do nothing while no rank makes progress wait for each other. Nothing shows which one is to blame.",
+                reasoning="Devices that do nothing while no rank makes progress wait for each other. It is unknown which "
+                "rank causes it.",
             )
 
     def _is_at_rest(self, sample: Sample) -> bool | None:
@@ -223,7 +225,7 @@ class IdleJob:
                 f"The workers of all {len(scene.places)} nodes have used next to no processor for {seconds / 60:.0f} minutes.",
                 confidence=0.6,
                 action=ActionKind.RESTART_WORKERS,
-                reasoning="No progress is reported, and nothing that trains on processors rests for so long.",
+                reasoning="No progress is reported, and training on processors is never idle for so long.",
             )
 
     def _is_idle(self, report: ResourceReport) -> bool:

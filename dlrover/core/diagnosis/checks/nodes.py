@@ -40,7 +40,8 @@ class OutOfMemory:
                     f"Node {node} uses {amount(used)} of {amount(limit)} of {what}.",
                     "" if largest is None else f"The largest is rank {rank} with {amount(largest.memory_bytes)}.",
                     confidence=0.8,
-                    reasoning="The kernel may kill it at any time, and the job then restarts; stopping it first would gain nothing.",
+                    reasoning="The kernel may kill it at any time, and the job then restarts. The master does not stop it "
+                    "first, which would gain nothing.",
                 )
 
 
@@ -73,7 +74,7 @@ class MemoryLeak:
             f"The memory of rank {record.global_rank} grew from {amount(first)} to {amount(last)}, by {amount(rate)} each second.",
             left,
             confidence=0.75,
-            reasoning="Training goes on; a restart would only begin the growth anew.",
+            reasoning="Training goes on. A restart would only let the growth begin anew: look for a leak in the script.",
         )
 
     def _is_leaking(self, record: RankRecord) -> bool:
@@ -125,7 +126,8 @@ class ClockJump:
                     _node(node),
                     f"The wall clock of node {node} jumped by {report.clock_jump:+.1f} s.",
                     confidence=0.9,
-                    reasoning="Nothing of the job depends on wall clocks; logs and tokens of that node may.",
+                    reasoning="The job does not depend on wall clocks. Check the clock of the node: logs and tokens there may "
+                    "be wrong.",
                 )
 
 
@@ -152,9 +154,10 @@ class Devices:
                     *sick[:4],
                     confidence=0.9 if lost else 0.7,
                     action=ActionKind.RELAUNCH_NODE if lost else ActionKind.NOTIFY,
-                    reasoning="No restart brings a lost device back; another node has its own."
+                    reasoning="A restart does not bring the lost device back; the master replaces the node, where a platform "
+                    "can."
                     if lost
-                    else "The device still works, as far as training can tell.",
+                    else "Training still works on the device, so the master only reports it.",
                 )
             elif report.troubles:
                 yield conclude(
@@ -183,7 +186,7 @@ class NodeFailure:
                     f"The log of node {event.node} says: {event.text[:500]}",
                     confidence=0.9,
                     action=ActionKind.RELAUNCH_NODE,
-                    reasoning="The line is known to mean a broken node, which no restart repairs.",
+                    reasoning="This line means a broken node, which a restart does not repair.",
                 )
 
 

@@ -42,7 +42,8 @@ class Straggler:
             f"{_subject(slow)} needs {own * 1e3:.0f} ms of its own work for a step, the median is {usual * 1e3:.0f} ms.",
             f"The others wait {waited * 1e3:.0f} ms in each step.",
             confidence=0.85,
-            reasoning="Training goes on, only slower: replacing the node costs a restart, which is for people to decide.",
+            reasoning="Training goes on, only slower. The master does not replace the node, because that costs a "
+            "restart: decide it yourself.",
         )
 
     def _is_slow(self, record: RankRecord, medians: list[float]) -> bool:
@@ -108,7 +109,7 @@ class LossSpike:
             () if len(ranks) == len(picture.ranks) > 1 else blame_ranks(ranks),
             f"{_subject(ranks)} reported a loss of {newest:.4g}; it was about {usual:.4g}.",
             confidence=0.7,
-            reasoning="A spike may heal by itself: people are told, and nothing is done.",
+            reasoning="A spike may end by itself, so the master only reports it.",
         )
 
 

@@ -131,7 +131,10 @@ class PlanWriter:
                 async with asyncio.timeout(PATIENCE):
                     return await waiting
             except TimeoutError:
-                raise Unavailable(f"No operator has carried out the plan {name} within {PATIENCE:g} s.") from None
+                raise Unavailable(
+                    f"No operator has carried out the plan {name} within {PATIENCE:g} s. Check that the operator "
+                    "runs: kubectl get pods -A"
+                ) from None
             finally:
                 del self._open[name]
 
@@ -188,7 +191,7 @@ class PlanPlatform(PodPlatform):
             return answer
         found = await self._api.get(PODS, name, namespace=self._job.namespace)
         if isinstance(found, NotFound):
-            raise Unavailable(f"{intent.name}: the pod {name} was created and is gone")
+            raise Unavailable(f"{intent.name}: the pod {name} was created and then deleted")
         return found
 
     async def _delete_pod(self, name: str, uid: str, grace: int) -> ObjectAnswer:

@@ -27,8 +27,9 @@ from dlrover.trainer.sharding_client import ShardingClient
 _LOOK = 1.0
 """Seconds that a part of a batch waits for the rest. Others may hold that, and wait for what is here."""
 _ADVICE = (
-    "ElasticDataset deals out its records itself, in the order of the positions 0, 1, 2... Give the DataLoader no sampler, no shuffle=True and no "
-    "position to start from (the dataset has shuffle=True, and goes on by itself)."
+    "ElasticDataset chooses the order of its records itself and must be read at the positions 0, 1, 2... "
+    "Give the DataLoader no sampler, no shuffle=True and no start position. For a shuffled order, give shuffle=True "
+    "to ElasticDataset."
 )
 
 
@@ -168,7 +169,7 @@ class RecordService(LoaderService[RecordsAsked]):
             if self._is_over or self._passes[connection] != self._pass_number:
                 return (
                     connection,
-                    "This pass over the data is over: another has begun, or the data went back. Iterate anew.",
+                    "This iterator has ended, because another one was begun or a state was loaded. Make a new one.",
                 )
             if ask.first == self._next:
                 return connection, ""
@@ -176,7 +177,7 @@ class RecordService(LoaderService[RecordsAsked]):
         if current and len(current) >= current[0][2]:
             # Who has the next position would be among them: each works on its oldest batch.
             first, connection, _ = current[0]
-            return connection, f"Position {first} is asked for where {self._next} is next. {_ADVICE}"
+            return connection, f"The DataLoader asked for position {first}, and {self._next} is next. {_ADVICE}"
         return None
 
     def _left(self, connection: socket.socket) -> None:

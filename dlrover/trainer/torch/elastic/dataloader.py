@@ -203,10 +203,11 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         if batch_size is None:
             self.load_config(self.config_file)
         elif batch_size < 1:
-            raise ValueError(f"A batch has at least 1 record, not {batch_size}.")
+            raise ValueError(f"`batch_size` must be at least 1 (got {batch_size}).")
         elif self.get_batch_size() is None:
             raise ValueError(
-                "This loader has no batch size: it makes no batches, or its batch sampler has no batch_size."
+                "This loader has no batch size that could change: it makes no batches, or its batch sampler has no "
+                "attribute batch_size. Make the loader with batch_size=N."
             )
         else:
             # The script's own word: what a step consists of follows it.
@@ -235,10 +236,14 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         if batch_size <= 0 or batch_size == size:
             return batch_size == size
         if size is None:
-            log.warning("the wanted batch size %d changes nothing: this loader has none", batch_size)
+            log.warning("the requested batch size %d is ignored: this loader has no batch size", batch_size)
             return False
         if self._elastic_sampler is not None and self._elastic_sampler.is_played:
-            log.warning("batches keep their %d records: the trainer holds the batch of the full world constant", size)
+            log.warning(
+                "the requested batch size is ignored, batches keep %d records: ElasticTrainer keeps the global batch "
+                "constant",
+                size,
+            )
             return False
         log.info("batches have %d records from now on, version %d", batch_size, self._version)
         self._take_batch_size(batch_size)
@@ -265,12 +270,18 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands: everything that was yielded counts as used."""
         if self._elastic_sampler is None:
-            raise TypeError("Only a loader with an ElasticDistributedSampler knows where it stands.")
+            raise TypeError(
+                "This loader has no state to save: its sampler does not count records. Make it with an "
+                "ElasticDistributedSampler."
+            )
         return {"sampler": self._elastic_sampler.state_dict(), "batch_size": self.get_batch_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._elastic_sampler is None:
-            raise TypeError("Only a loader with an ElasticDistributedSampler can go on in the middle of an epoch.")
+            raise TypeError(
+                "This loader cannot load a state: its sampler cannot start in the middle of an epoch. Make it with an "
+                "ElasticDistributedSampler."
+            )
         self._elastic_sampler.load_state_dict(state["sampler"])
         if self._batches is not None and state["batch_size"] is not None:
             self._take_batch_size(int(state["batch_size"]))
@@ -290,7 +301,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
                 json.dump(config, file)
             os.replace(file.name, self.config_file)
         except OSError as error:
-            log.warning("the batch size cannot be told to the tuner: %s", error)
+            log.warning("the tuner does not learn the batch size, because its file cannot be written: %s", error)
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -300,7 +311,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be read and changes nothing: %s", path, error)
+        log.warning("%s cannot be read and is ignored: %s", path, error)
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -316,7 +327,7 @@ def _wish_in(config: dict[str, Any]) -> _Wish:
             accumulation=int(section.get("accumulation") or 0),
         )
     except (AttributeError, TypeError, ValueError) as error:
-        log.warning("the parallel-config file says something impossible of the loader and changes nothing: %s", error)
+        log.warning("the parallel-config file has an invalid value for the loader and is ignored: %s", error)
         return _Wish()
 
 

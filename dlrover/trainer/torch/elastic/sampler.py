@@ -186,8 +186,8 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
             for name, ours in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", self.shuffle)):
                 if state[name] != ours:
                     raise ConfigError(
-                        f"The sampler's state was saved with {name} {state[name]!r}, this one has {ours!r}: it would skip other records "
-                        "than those that were used."
+                        f"The sampler's state was saved with {name} {state[name]!r}, this one has {ours!r}, so its "
+                        "position names other records. Make the sampler as it was when the state was saved."
                     )
         elif completed > self.dataset_size:
             completed %= self.dataset_size  # steps of the original count through all epochs

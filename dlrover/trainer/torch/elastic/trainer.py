@@ -267,7 +267,10 @@ class ElasticTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Between two steps: where the training stands, also in the middle of an epoch, for any number of workers."""
         if self._micro_step:
-            raise RuntimeError("A step is half done: take the state after it, when the optimizer has stepped.")
+            raise RuntimeError(
+                "state_dict() was called between the micro-batches of a step. Call it after optimizer.step() has "
+                "changed the model."
+            )
         state: dict[str, Any] = {"num_steps": self.num_steps, "max_workers": self.max_workers}
         if self._sampler is not None:
             state["sampler"] = self._sampler.state_dict()
@@ -312,7 +315,10 @@ class ElasticTrainer:
         if is_wanted:
             parameters = [each for each in self.model.parameters() if each.requires_grad]
             if not parameters:
-                raise ConfigError("The model has no parameters to train.")
+                raise ConfigError(
+                    "The model has no parameter that requires a gradient, so there is nothing to train. Set "
+                    "requires_grad on those to train."
+                )
 
             def scale(gradient: torch.Tensor) -> torch.Tensor:
                 # After the last backward clearing is right, also if nobody steps because the gradients are not finite.

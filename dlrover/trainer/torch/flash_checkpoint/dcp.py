@@ -92,7 +92,10 @@ class FlashStorageWriter(StorageWriter):  # type: ignore[misc]  # torch does not
         if saved.reason is SaveReason.ERROR:
             raise RuntimeError(f"step {step} was not saved: {saved.message}")
         if not saved:
-            raise RuntimeError(f"step {step} was not saved: every slot is still being written to storage")
+            raise RuntimeError(
+                f"step {step} was not saved: earlier saves still occupy all memory for snapshots. Save again later, "
+                "or less often"
+            )
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
         return done
@@ -158,7 +161,10 @@ class FlashStorageReader(PieceReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if isinstance(self._pieces, _Nothing):
-            raise FileNotFoundError(f"There is no checkpoint in memory, and none in {self._pieces.directory}.")
+            raise FileNotFoundError(
+                f"There is no checkpoint in memory, and none in {self._pieces.directory}. Give the directory of a "
+                "checkpoint."
+            )
         return super().read_metadata(*args, **kwargs)
 
 

@@ -55,7 +55,9 @@ class DdpCheckpointer(Checkpointer):
         `save_if_due`: how often, or "auto", and which part of the training time saves may take then.
         """
         if replica_count < 0:
-            raise ConfigError(f"replica_count is the number of copies in other nodes' memory, not {replica_count}.")
+            raise ConfigError(
+                f"replica_count, the number of copies in other nodes' memory, must be at least 0 (got {replica_count})."
+            )
         read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self._engine = CheckpointEngine(
             checkpoint_dir,
@@ -98,7 +100,7 @@ class DdpCheckpointer(Checkpointer):
         `metric` is how good the state is, for a `deletion_strategy` of `KeepBest`.
         """
         if not isinstance(storage_type, StorageType):
-            raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
+            raise ValueError(f"storage_type must be StorageType.MEMORY or StorageType.DISK (got {storage_type!r}).")
         target, file, links = self._place(step, path)
         return self._engine.save(
             step,

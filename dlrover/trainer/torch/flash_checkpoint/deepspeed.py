@@ -150,7 +150,8 @@ class DeepSpeedCheckpointer:
         """
         if _says(engine, "zero_nvme_offload_optimizer"):
             raise ConfigError(
-                "DeepSpeed's optimizer state is on NVMe here; it is copied as files there, which cannot be kept in memory. Use "
+                "DeepSpeed offloads the optimizer state to NVMe (offload_optimizer). Snapshots in memory do not hold "
+                "such files. Save with "
                 "engine.save_checkpoint, or switch the offload to NVMe off."
             )
         read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
@@ -193,7 +194,7 @@ class DeepSpeedCheckpointer:
         the engine's count of steps. `metric` is how good the state is, for `KeepBest`.
         """
         if not isinstance(storage_type, StorageType):
-            raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
+            raise ValueError(f"storage_type must be StorageType.MEMORY or StorageType.DISK (got {storage_type!r}).")
         tag_name = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
         step = self._step_of(tag)
         target, inside = self._place(os.fspath(save_dir), tag_name)

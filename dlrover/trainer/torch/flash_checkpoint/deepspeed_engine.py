@@ -146,7 +146,11 @@ class FileCheckpointEngine(CheckpointEngine):
         for file in files:
             holder = snapshots.holder_of(file, own)
             if holder is None:
-                log.warning("no snapshot of step %d on this node has %s", own.name.step, file)
+                log.warning(
+                    "step %d cannot be restored from memory: no snapshot on this node has the file %s",
+                    own.name.step,
+                    file,
+                )
                 return None
             by_holder.setdefault(holder.request.shard, (holder, []))[1].append(file)
         found: dict[str, Any] = {}

@@ -56,7 +56,8 @@ log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 ON_BUSY = ("skip", "block", "latest")
 _ONLY_IN_MEMORY = (
-    "The master has not confirmed what was read for it, so it is kept in memory, and the next save goes to storage."
+    "The master has not confirmed which data the model has read. "
+    "The save is kept in memory; the next save goes to storage."
 )
 _LOOK_AGAIN_AFTER = 0.02
 _ALONE_PATIENCE = 1.0
@@ -96,7 +97,9 @@ class CheckpointEngine:
         may come from another thread than the training's.
         """
         if local_shard_num < 1 or global_shard_num < 1:
-            raise ConfigError(f"Shard numbers must be at least 1, not {local_shard_num} and {global_shard_num}.")
+            raise ConfigError(
+                f"local_shard_num and global_shard_num must be at least 1 (got {local_shard_num} and {global_shard_num})."
+            )
         if global_shard_num < local_shard_num:
             log.warning("global_shard_num %d is raised to local_shard_num %d", global_shard_num, local_shard_num)
             global_shard_num = local_shard_num
@@ -207,9 +210,9 @@ class CheckpointEngine:
         "latest" such state have the slot that gets free, at the next save or `poll`.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"A step is a number from 0 on, not {step!r}.")
+            raise ValueError(f"`step` must be a whole number of at least 0 (got {step!r}).")
         if on_busy not in ON_BUSY:
-            raise ValueError(f"on_busy is one of {', '.join(ON_BUSY)}, not {on_busy!r}.")
+            raise ValueError(f"on_busy must be one of {', '.join(ON_BUSY)} (got {on_busy!r}).")
         wanted_lazy = self._lazily.wish(lazy)
         phases.tell_step(step)
         if self.notes_saves:
@@ -218,7 +221,9 @@ class CheckpointEngine:
         begun_at = time.perf_counter()
         claims = data_return.unconfirmed(self._agreement, step, is_storage=is_storage or self._is_storage_owed)
         if claims is None or (claims and not self.keeps_claims):
-            unsure = Unavailable("the master has not confirmed what was read for it; the next save is tried as usual")
+            unsure = Unavailable(
+                "the master has not confirmed which data the model has read; the next save is tried as usual"
+            )
             return self._failed(step, unsure, time.perf_counter() - begun_at)
         confirmed_in = time.perf_counter() - begun_at
         if claims and is_storage:
@@ -386,7 +391,11 @@ class CheckpointEngine:
                 return True
             left = deadline - time.monotonic()
             if left <= 0:
-                log.warning("step %d was not committed within %g s", wanted.step, timeout)
+                log.warning(
+                    "step %d was not committed within %g s; the agent's log says what it waits for",
+                    wanted.step,
+                    timeout,
+                )
                 return False
             self.outlet.wait_for_news(min(left, _TRACKER_LOOK_AFTER))
 
@@ -468,7 +477,9 @@ class CheckpointEngine:
                     break
                 time.sleep(_LOOK_AGAIN_AFTER)
             if pending is None:
-                raise Unavailable("every slot of the segment is being read")
+                raise Unavailable(
+                    "all memory for snapshots is occupied by earlier saves, which are being written to storage"
+                )
             self.outlet.saved(pending.finish(), request)
 
     def close(self) -> None:
@@ -569,8 +580,9 @@ class CheckpointEngine:
         result.is_stale = True
         if self._staleness.is_to_be_told():
             log.warning(
-                "step %d holds the same bytes as the save before, although an optimizer has stepped since. Was the state built or "
-                "copied once, before the loop? Build it anew for every save. It was saved as it is.",
+                "step %d holds the same bytes as the save before, although an optimizer has stepped since. It was "
+                "saved unchanged. "
+                "If your script builds or copies the state once before the loop, build it anew for each save.",
                 result.step,
             )
 
@@ -579,7 +591,7 @@ class CheckpointEngine:
     ) -> None:
         copied = copy_aside(parts, self._copier)
         if copied is None:
-            result.message = "This kind of state cannot wait aside."
+            result.message = "The save was skipped: this kind of state cannot be copied to wait until memory is free."
             return
         self._give_way()
         result.reason, result.is_done = SaveReason.QUEUED, False
@@ -692,7 +704,7 @@ class CheckpointEngine:
         except RuntimeError as error:  # what torch raises when a rank is gone
             raise Unavailable(f"The saving ranks could not agree on this save: {error}") from error
         if not is_whole and name is not None and self._segments is not None and self._segments.discard(name):
-            log.warning("the snapshot of step %d is given up: another rank could not finish it", name.step)
+            log.warning("the snapshot of step %d is discarded: another rank could not finish its part", name.step)
 
     def _at_exit(self) -> None:
         """What was begun shall count; not for a forked child, which has a copy of this and no threads."""

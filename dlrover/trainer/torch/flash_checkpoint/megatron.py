@@ -123,7 +123,7 @@ def save_checkpoint(
 ) -> SaveResult:
     """Megatron's `save_checkpoint` into memory; with DISK the agent writes `args.save` afterwards. All ranks call it."""
     if not isinstance(storage_type, StorageType):
-        raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
+        raise ValueError(f"storage_type must be StorageType.MEMORY or StorageType.DISK (got {storage_type!r}).")
     megatron = find_megatron()
     args = megatron.get_args()
     check_format(args)

@@ -121,7 +121,7 @@ def save_checkpoint(
 ) -> SaveResult:
     """All ranks call it, and leave it together."""
     if not isinstance(storage_type, StorageType):
-        raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
+        raise ValueError(f"storage_type must be StorageType.MEMORY or StorageType.DISK (got {storage_type!r}).")
     megatron = find_megatron()
     args = megatron.get_args()
     checkpointer = _checkpointer(args, storage, comm_backend, deletion_strategy, save_timeout)
@@ -279,7 +279,10 @@ def _from_storage(args: Any, load_arg: str, megatron: Megatron) -> _CheckpointSo
         return None
     is_release = said == RELEASE
     if not is_release and not said.isdigit():
-        raise ValueError(f"{os.path.join(load, TRACKER)} should hold an iteration and holds {said[:40]!r}.")
+        raise ValueError(
+            f"{os.path.join(load, TRACKER)} should hold the number of an iteration and holds {said[:40]!r}. "
+            "Write the iteration to load into it."
+        )
     iteration = 0 if is_release else int(said)
     directory = os.path.join(load, RELEASE if is_release else iteration_directory(iteration))
     return _StorageSource(directory, own_model_file(megatron, iteration), is_release)

@@ -213,7 +213,7 @@ class _ShardedEngine(FsdpCheckpointEngine):
                     return {name: pickles[name] for name in (COMMON, CONFIG) if name in pickles}
                 finally:
                     release(pinned)
-        raise FileNotFoundError(f"Iteration {step} is not in the memory of this rank any more.")
+        raise FileNotFoundError(f"Iteration {step} was removed from the memory of this rank. Load it from storage.")
 
 
 def _make_strategy(engine: _ShardedEngine, iteration: int, storage_type: StorageType) -> Any:
@@ -235,7 +235,9 @@ def _make_strategy(engine: _ShardedEngine, iteration: int, storage_type: Storage
             )
 
         def async_save(self, *_: Any) -> Any:
-            raise ConfigError("This save does not wait for storage anyway: leave async_sharded_save out.")
+            raise ConfigError(
+                "async_sharded_save is not supported here: this save never waits for storage. Leave it out."
+            )
 
         def _small_files(self, folder: Path) -> dict[str, bytes]:
             core.save_config(core.CheckpointingConfig(self.backend, self.version), str(folder))

@@ -279,7 +279,7 @@ def test_a_state_in_the_middle_of_an_epoch_goes_on_with_any_number_of_workers(nu
         if trainer.num_steps == 2:
             break
         if number == 1:
-            with pytest.raises(RuntimeError, match="half done"):
+            with pytest.raises(RuntimeError, match="between the micro-batches of a step"):
                 trainer.state_dict()
     state = trainer.state_dict()
     assert (state["num_steps"], state["sampler"]["completed_num"]) == (2, 2 * BATCH * FULL)

@@ -300,7 +300,7 @@ def test_a_save_that_another_rank_could_not_finish_is_given_up_before_an_older_o
     training.train()
     assert training.save(3)
     assert training.checkpointer.wait_for_staging()
-    assert "step 2 is given up" in caplog.text
+    assert "step 2 is discarded" in caplog.text
     assert training.steps_in_memory() == [1, 3]
 
 

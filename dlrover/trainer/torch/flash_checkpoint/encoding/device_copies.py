@@ -108,7 +108,10 @@ class Pinning:
             return True
         error = int(cuda.cudart().cudaHostRegister(*wanted, _PORTABLE))
         if error:
-            log.info("the driver does not pin the memory of snapshots (error %d); copies take a detour", error)
+            log.info(
+                "the driver cannot pin the memory of snapshots (error %d); copies go through a buffer, which is slower",
+                error,
+            )
             return False
         self._cuda = cuda
         self._views[wanted] = view[:]

@@ -67,8 +67,11 @@ def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise ValueError(
             f"{name} is a {type(tensor).__name__} of layout {getattr(tensor, 'layout', None)} on {getattr(tensor, 'device', None)}; "
-            "a safetensors file holds plain dense tensors only."
+            "a safetensors file holds plain dense tensors only. Convert it, or save this part with torch."
         )
     if dtype_name(tensor.dtype) not in DTYPES:
-        raise ValueError(f"{name} has the dtype {tensor.dtype}, which a safetensors file cannot hold.")
+        raise ValueError(
+            f"{name} has the dtype {tensor.dtype}, which a safetensors file cannot hold. Convert it, or save this "
+            "part with torch."
+        )
     return tensor.detach()

@@ -114,7 +114,8 @@ class PieceReader(StorageReader):  # type: ignore[misc]  # torch does not type i
         target = planner.resolve_tensor(item).detach()
         if target.size() != source.size():
             raise Incomplete(
-                f"{item.storage_index.fqn}: {tuple(source.size())} were saved where {tuple(target.size())} are needed."
+                f"{item.storage_index.fqn} was saved with the shape {tuple(source.size())}, and the model needs "
+                f"{tuple(target.size())}."
             )
         is_block = source.is_contiguous() and target.is_contiguous() and target.device.type == "cpu"
         if is_block and source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
@@ -153,7 +154,9 @@ def plan_load(state: dict[str, Any], metadata: Metadata) -> tuple[DefaultLoadPla
         if isinstance(value, torch.Tensor):
             for index, wanted in _chunks(name, value):
                 if found.get(index, 0) < wanted:
-                    raise Incomplete(f"{name}: only {found.get(index, 0)} of {wanted} elements are there.")
+                    raise Incomplete(
+                        f"The saved pieces of {name} hold only {found.get(index, 0)} of {wanted} elements."
+                    )
     return planner, plan
 
 
@@ -309,7 +312,7 @@ class FilePieces:
         for index in wanted:
             info = self._metadata.storage_data.get(index)
             if info is None:
-                raise Incomplete(f"The checkpoint in {self._directory} does not say where {index.fqn} is.")
+                raise Incomplete(f"The checkpoint in {self._directory} does not contain {index.fqn}.")
             if getattr(info, "transform_descriptors", None):
                 raise ConfigError(
                     f"The checkpoint in {self._directory} was written through stream transforms "
@@ -370,7 +373,9 @@ class FilePieces:
             except zipfile.BadZipFile as error:
                 bad = str(error)
             if bad is not None:
-                raise Corrupt(f"{index.fqn} in {self._directory} has other bytes than were written ({bad}).")
+                raise Corrupt(
+                    f"{index.fqn} in {self._directory} is damaged: its bytes changed after they were written ({bad})."
+                )
             stream.seek(0)
         return stream
 

@@ -118,7 +118,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
     ) -> SaveResult:
         """Copy a state of (D)Tensors and other values into memory; `path` is the directory of the checkpoint."""
         if not isinstance(storage_type, StorageType):
-            raise ValueError(f"storage_type is StorageType.MEMORY or StorageType.DISK, not {storage_type!r}.")
+            raise ValueError(f"storage_type must be StorageType.MEMORY or StorageType.DISK (got {storage_type!r}).")
         begun_at = time.perf_counter()
         self._agree_late()
         planner = DefaultSavePlanner()

@@ -104,7 +104,10 @@ def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None
     full = full_path(path)
     manifest = read_global_manifest(storage, full) or read_global_manifest(storage, parent_of(full))
     if manifest is None:
-        log.warning("%s has no manifest: nothing tells what its model has read of the data", path)
+        log.warning(
+            "%s has no manifest, so it is unknown which data its model has read; the datasets go on where they are",
+            path,
+        )
     elif agreement.ranks.global_rank != 0:
         data_steps.loaded()
     else:

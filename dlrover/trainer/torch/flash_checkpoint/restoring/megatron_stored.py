@@ -45,11 +45,17 @@ def restorable(storage: Storage, directory: str) -> str:
     if said.isdigit():
         complete = complete_up_to(storage, directory, int(said))
         if not complete:
-            raise ManifestInvalid(f"{join(directory, TRACKER)} names iteration {said}, which is not there.")
+            raise ManifestInvalid(
+                f"{join(directory, TRACKER)} names iteration {said}, which does not exist in {directory}, nor does an "
+                "older one that is complete. Restore its files, or start from scratch in another directory."
+            )
         return str(complete[0].manifest.step)
     newest = newest_complete(storage, directory)
     if newest is None and said:
-        raise ManifestInvalid(f"{join(directory, TRACKER)} should hold an iteration and holds {said[:40]!r}.")
+        raise ManifestInvalid(
+            f"{join(directory, TRACKER)} should hold the number of an iteration and holds {said[:40]!r}. "
+            "Write the iteration to load into it."
+        )
     if newest is None:
         return ""
     what = f"holds {said[:40]!r}" if said else "is missing or empty"

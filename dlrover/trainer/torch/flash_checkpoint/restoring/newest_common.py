@@ -48,7 +48,7 @@ log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 DEFAULT_PART = "model_states"
 """What the original DLRover calls the one part of its files."""
-_REMEDY = "Mend the directory, or give a resume_path, or begin anew in another directory."
+_REMEDY = "Repair the directory, name a checkpoint with resume_path, or start from scratch in another directory."
 
 
 class Restored(Struct, frozen=True):
@@ -103,7 +103,9 @@ class Restorer:
                 assert parts is not None, "all ranks have it"
                 if not is_present:
                     log.warning(
-                        "step %d was given up by others, and is all that is left: its data may be read again", step
+                        "restoring step %d, which the job had discarded, because no other step is left; data may be "
+                        "read twice",
+                        step,
                     )
                 claims = self._claims_of(offers[step]) if is_memory else {}
                 return Restored(step, bool(is_memory), parts, claims)
@@ -158,7 +160,7 @@ class Restorer:
         try:
             request = request_in(decode_extra(pinned.sections()))
         except DLRoverError as error:
-            log.warning("a snapshot of step %d is left out: %s", name.step, error)
+            log.warning("restoring does not use a snapshot of step %d: %s", name.step, error)
             return None
         finally:
             pinned.close()
@@ -271,8 +273,8 @@ class Restorer:
         num_shards = self._agreement.share.num_shards
         if len(manifest.ranks) != num_shards:
             raise ManifestInvalid(
-                f"Step {manifest.step} was saved in {len(manifest.ranks)} shards, this job has {num_shards}; restoring it "
-                "would need resharding."
+                f"Step {manifest.step} was saved in {len(manifest.ranks)} shards, this job has {num_shards}. Use a "
+                "checkpointer that can reshard (FSDP, DCP), or start as many shards as before."
             )
         own = [rank for rank in manifest.ranks if rank.global_rank == self._agreement.share.shard]
         if not own:
@@ -301,6 +303,11 @@ def own_file_in(checkpoint: str, share: Share) -> tuple[str, FileRecord | None]:
 def _complete(parts: dict[str, Any], names: Sequence[str] | None, step: int) -> dict[str, Any] | None:
     missing = sorted(set(names or ()) - set(parts))
     if missing:
-        log.warning("step %d has no part %s; it has %s", step, ", ".join(missing), ", ".join(parts) or "none")
+        log.warning(
+            "step %d is not restored: it has no part %s; it has %s",
+            step,
+            ", ".join(missing),
+            ", ".join(parts) or "none",
+        )
         return None
     return parts

@@ -131,7 +131,7 @@ def _pinned(snapshot: Snapshot) -> Iterator[PinnedSlot]:
     with Segment(name.path, private=True) as segment:
         pinned = segment.pin(name.slot, name.generation)
         if pinned is None:
-            raise SegmentInvalid(f"The snapshot of step {name.step} has been overwritten meanwhile.")
+            raise SegmentInvalid(f"A newer save has overwritten the snapshot of step {name.step}.")
         with pinned:
             check(pinned)
             yield pinned
@@ -153,7 +153,7 @@ def _snapshots_of(path: Path) -> list[Snapshot]:
     except FileNotFoundError:
         return []
     except DLRoverError as error:
-        log.warning("the snapshots in %s are left out: %s", path, error)
+        log.warning("restoring does not use the snapshots in %s: %s", path, error)
     return found
 
 

@@ -126,7 +126,7 @@ def _read(source: _Source, file: Any, path: str, record: FileRecord | None, into
 
 def _sized(source: _Source, path: str, record: FileRecord | None) -> _Source:
     if record is not None and source.num_bytes != record.size_bytes:
-        raise Corrupt(f"{path} has {source.num_bytes} bytes, its manifest says {record.size_bytes}.")
+        raise Corrupt(f"{path} is damaged: it has {source.num_bytes} bytes, and its manifest says {record.size_bytes}.")
     return source
 
 
@@ -225,9 +225,7 @@ def _fetch(source: _Source, path: str, record: FileRecord | None, ranges: list[_
 
     run_in_threads(read, min(NUM_READERS, len(pieces)))
     if record is not None and (found := combine_sums(sums)) != record.crc32:
-        raise Corrupt(
-            f"{path} has other bytes than were written: CRC {found:08x}, its manifest says {record.crc32:08x}."
-        )
+        raise Corrupt(f"{path} is damaged: its CRC is {found:08x}, and its manifest says {record.crc32:08x}.")
 
 
 def _pieces(ranges: list[_Range], total_bytes: int) -> list[_Range]:

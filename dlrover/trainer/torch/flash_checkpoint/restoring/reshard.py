@@ -157,7 +157,7 @@ class LocalMemory:
                 self._open[(request.attempt, request.shard)] = (pinned, contents, entry)
                 return holding
         except DLRoverError as error:
-            log.warning("a snapshot of step %d is left out: %s", name.step, error)
+            log.warning("restoring does not use a snapshot of step %d: %s", name.step, error)
         pinned.close()
         return None
 
@@ -198,10 +198,12 @@ def _range_of(item: DcpItem, contents: Contents, entry: FileEntry, data_bytes: i
     try:
         storage = contents.layout.storages[entry.storages[item.storage]]
     except IndexError as error:
-        raise SegmentInvalid(f"The snapshot's table places {item.name} in a storage that it does not have.") from error
+        raise SegmentInvalid(
+            f"The snapshot is damaged: its table places {item.name} in a storage that does not exist."
+        ) from error
     start = storage.offset + item.start
     if item.start + item.num_bytes > storage.num_bytes or start + item.num_bytes > data_bytes:
-        raise SegmentInvalid(f"The snapshot's table places {item.name} outside of its storage.")
+        raise SegmentInvalid(f"The snapshot is damaged: its table places {item.name} outside of its storage.")
     return start, item.num_bytes
 
 

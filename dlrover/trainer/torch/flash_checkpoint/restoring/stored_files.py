@@ -67,8 +67,8 @@ def newest_whole(agreement: Agreement, storage: Storage, directory: str, at_most
         log.warning("the checkpoint of step %d is damaged; trying the next older one: %s", step, damage)
     if steps:
         raise ManifestInvalid(
-            f"There are checkpoints in {directory}, but none is as it was written; the warnings above say why. Mend the directory, or begin "
-            "anew in another one."
+            f"There are checkpoints in {directory}, but all are damaged; the warnings above say how. Restore their "
+            "files, or start from scratch in another directory."
         )
     return None
 

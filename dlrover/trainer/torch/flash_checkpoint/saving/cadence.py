@@ -102,7 +102,10 @@ class SaveCadence:
 def read_interval(interval: Interval, budget: float) -> CadencePlan | None:
     """The caller's plan; None: it is to be found. Raises ConfigError."""
     if not 0 < budget < 1:
-        raise ConfigError(f"overhead_budget {budget} is no part of the training time: give a number between 0 and 1.")
+        raise ConfigError(
+            "overhead_budget, the part of the training time that saves may take, must be above 0 and below 1 (got "
+            f"{budget})."
+        )
     if interval == AUTO:
         return None
     pair = (1, interval) if isinstance(interval, int) else interval

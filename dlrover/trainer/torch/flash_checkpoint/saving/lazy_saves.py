@@ -102,9 +102,10 @@ class LazySaves:
             self._publish(pending, request)
         except Changed as error:
             result.reason, result.message = SaveReason.ERROR, str(error)
-            self._why_never = f"{error} Something else than an optimizer's step changes it"
+            self._why_never = f"{error} Code other than an optimizer's step changes it"
             log.error(
-                "step %d was not saved: %s Saves are not lazy any more. Save after that code has run, or leave lazy off.",
+                "step %d was not saved: %s Code other than an optimizer's step changed it. From now on saves are not "
+                "lazy. Save after that code has run, or switch lazy off.",
                 request.step,
                 error,
             )

@@ -121,7 +121,9 @@ class AgentOutlet:
         self.listen()
         for key, (pinned, since) in list(self._held.items()):
             if time.monotonic() - since > HOLD:
-                log.warning("the agent has not taken the snapshot of step %d: it may be lost", pinned.record.step)
+                log.warning(
+                    "the agent has not confirmed the snapshot of step %d; it may not reach storage", pinned.record.step
+                )
                 self._let_go(key)
 
     def close(self) -> None:
@@ -198,7 +200,10 @@ class AgentOutlet:
         except OSError as error:
             sock.close()
             if isinstance(error, NotOurs):
-                log.error("snapshots are not told to the agent: %s", error.strerror)
+                log.error(
+                    "the trainer does not report its snapshots to the agent, so they do not reach storage: %s",
+                    error.strerror,
+                )
             raise
         self._socket, self._frames = sock, FrameBuffer()
 
