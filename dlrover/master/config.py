@@ -106,6 +106,8 @@ class MasterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Address of the page. Loopback by default: who wants to see it from elsewhere forwards the port, or says so."""
     dashboard_url: str = ""
     """URLs of reverse proxies before the page, separated by commas: browsers may ask for it under these names."""
+    roles_file: str = ""
+    """Where the report of the roles is written, if the job is a role of a multi-role job. Empty: it is none."""
     metrics_port: int = -1
     """Of /metrics for Prometheus alone; 0: any free one; -1: it is only on the page's port, if there is a page."""
     metrics_host: str = LOOPBACK

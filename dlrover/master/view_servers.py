@@ -18,6 +18,7 @@ from dlrover.master.loop.loop import MasterLoop
 from dlrover.master.view.gatherer import Gatherer
 from dlrover.master.view.metrics import CONTENT_TYPE, JobMetrics
 from dlrover.master.view.metrics_server import MetricsServer
+from dlrover.master.view.roles import gather_roles
 from dlrover.master.view.sources import gather_data, gather_diagnosis, gather_events, gather_goodput, gather_scaling
 from dlrover.master.web.access import Access
 from dlrover.master.web.logs import LogReader
@@ -53,6 +54,8 @@ class ViewServers:
         self._metrics_server: MetricsServer | None = None
         self._looking: asyncio.Future[None] | None = None
         self.gatherer.sources += [gather_data, gather_events, gather_goodput, gather_scaling, gather_diagnosis]
+        if config.roles_file:
+            self.gatherer.sources.append(gather_roles(config.roles_file))
         master_loop.listeners.on_decided += [self.gatherer.hear, self.job_metrics.hear]
 
     def observe(self, observation: WatchObservation, now: Micros) -> None:

@@ -27,6 +27,15 @@ class RoleKind(enum.StrEnum):
     """One actor that hands items from one role to another."""
 
 
+class RankHome(enum.StrEnum):
+    """Where the ranks of an elastic role live."""
+
+    FORKED = "forked"
+    """Below a node actor, by the zygote of an agent."""
+    ACTOR = "actor"
+    """Each in an actor of its own. The role starts again as a whole."""
+
+
 class GroupRule(Struct, frozen=True, kw_only=True):
     """When a machine of an instance is not replaced in time, all that have the same value of this label are."""
 

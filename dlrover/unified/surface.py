@@ -22,7 +22,7 @@ from dlrover.protocol.units import in_bytes
 from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec, check_spec
 from dlrover.unified.entry import EntryPointKind, check_entry, read_entry
 from dlrover.unified.layout import CPU, GPU, MEMORY, BundleLayout, RoleSize, Spread, lay_out
-from dlrover.unified.plan import EnsemblePlan, GroupRule, ProcessGroup, RoleKind, RolePlan
+from dlrover.unified.plan import EnsemblePlan, GroupRule, ProcessGroup, RankHome, RoleKind, RolePlan
 
 if TYPE_CHECKING:
     from dlrover.unified.shell.driver import EnsembleHandle
@@ -58,6 +58,21 @@ class Role(Struct, frozen=True, kw_only=True):
     machine_group: GroupRule = GroupRule()
     is_device_by_rank: bool = False
     is_named_as_of_old: bool = False
+    home: RankHome | None = None
+    """None: as its kind has it, which is forked for an elastic role."""
+
+    def forked(self) -> Role:
+        """An elastic role whose ranks are forked below node actors. This is the default, and undoes `in_actor`."""
+        return structs.replace(self, home=RankHome.FORKED)
+
+    def in_actor(self) -> Role:
+        """
+        An elastic role whose ranks are actors, for code that needs Ray in the process of the rank.
+
+        They join a process group before the entry point runs, and restart together. They have no agent, and so no snapshots in memory, no warm
+        restarts, no changing number of nodes and no diagnosis.
+        """
+        return structs.replace(self, home=RankHome.ACTOR)
 
     def of_old(
         self,
@@ -225,10 +240,11 @@ class Ensemble:
         if self._working_dir and not os.path.isdir(self._working_dir):
             raise ConfigError(f"working_dir {self._working_dir}: there is no such directory.")
         max_job_restarts, placement_timeout, stop_grace = self._limits
+        roles = [_housed(role) for role in self.roles]
         spec = check_spec(
             EnsembleSpec(
                 name=self.name,
-                roles=tuple(_spec_of(role) for role in self.roles),
+                roles=tuple(_spec_of(role) for role in roles),
                 max_job_restarts=max_job_restarts,
                 placement_timeout=placement_timeout,
                 stop_grace=stop_grace,
@@ -239,7 +255,7 @@ class Ensemble:
         return EnsemblePlan(
             job_uid=uid,
             spec=spec,
-            roles={role.name: self._plan_of(role, uid) for role in self.roles},
+            roles={role.name: self._plan_of(role, uid) for role in roles},
             layout=self.layout(),
             config=pickle.dumps(self._config),
             environ=self._env,
@@ -253,7 +269,7 @@ class Ensemble:
             raise ConfigError(f"spread {self._spread!r}: give one of {', '.join(Spread)}.") from error
         placed = [
             RoleSize(name=role.name, count=role.count, demand=role.demand, per_group=role.per_group)
-            for role in self.roles
+            for role in map(_housed, self.roles)
         ]
         return lay_out(placed, self._together, spread=spread)
 
@@ -275,6 +291,7 @@ class Ensemble:
                 num_ranks=role.count,
                 local_world_size=role.per_group,
                 environ=dict(role.env),
+                takes_calls=role.takes_calls,
                 process_group=role.process_group,
                 machine_group=role.machine_group,
                 is_device_by_rank=role.is_device_by_rank,
@@ -290,6 +307,53 @@ class Ensemble:
             job=_elastic_plan(role, self.name, self._working_dir),
             takes_calls=role.takes_calls,
             is_named_as_of_old=role.is_named_as_of_old,
+        )
+
+
+def _housed(role: Role) -> Role:
+    """As it runs: where ranks are actors, they are the instances of a simple role. Raises `ConfigError`."""
+    if role.home is None:
+        return role
+    if role.kind is not RoleKind.ELASTIC:
+        switch = "forked" if role.home is RankHome.FORKED else "in_actor"
+        raise ConfigError(f"Role {role.name}: {switch}() is for roles of Role.elastic, and this is a {role.kind} role.")
+    if role.home is RankHome.FORKED:
+        return role
+    _check_in_actor(role)
+    return structs.replace(
+        role,
+        kind=RoleKind.SIMPLE,
+        count=role.count * role.nproc,
+        per_group=role.nproc,
+        demand={name: amount / role.nproc for name, amount in role.demand.items()},
+        on_failure=OnFailure.ROLE if role.on_failure is OnFailure.SELF else role.on_failure,
+        process_group=ProcessGroup(),
+    )
+
+
+def _check_in_actor(role: Role) -> None:
+    """Raises `ConfigError` for what only an agent can do."""
+    prefix = f"Role {role.name} in actors"
+    if read_entry(role.entry).kind is EntryPointKind.COMMAND:
+        raise ConfigError(f"{prefix}: a script cannot run there. Give a class or function, or leave out in_actor().")
+    if role.count != role.max_nodes:
+        raise ConfigError(
+            f"{prefix}: the number of nodes cannot change. Give one number (got {role.count} to {role.max_nodes}), or leave out in_actor()."
+        )
+    if role.standby:
+        raise ConfigError(f"{prefix}: standby nodes need an agent (got {role.standby}). Leave out standby.")
+    if role.options:
+        raise ConfigError(
+            f"{prefix}: options of dlrover-run have no effect (got {' '.join(role.options)}). Leave out options."
+        )
+    if role.on_failure is OnFailure.INSTANCE:
+        raise ConfigError(
+            f"{prefix}: its ranks train together, so they restart together. Give on_failure role, job or stop (got instance)."
+        )
+    gpus = role.demand.get(GPU, 0.0) / role.nproc
+    if gpus > 1 and not gpus.is_integer():
+        raise ConfigError(
+            f"{prefix}: {role.nproc} ranks of a node get {gpus:g} GPUs each. Above 1, Ray takes whole numbers only."
         )
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from dlrover.master.view.roles import gather_roles
 from dlrover.protocol.messages.fleet import FleetNodeStatus, NodePhase, NodeType
 from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
 from dlrover.protocol.messages.identity import PlatformId
@@ -19,6 +23,7 @@ from dlrover.protocol.messages.requests import RelaunchNode
 from dlrover.protocol.messages.scaling import ScaleDecision, ScaleMode, ScaleOutcome, ScalingStatus, SpeedPoint
 from tests.integration.browser import Tab, needs_browser, open_browser
 from tests.integration.jobs import SCRIPTS, kill, wait_until
+from tests.master.view.test_roles import REPORT
 from tests.master.web.page_lab import NOW, TOKEN, Page, a_failure, a_status, populate, serve_page
 
 pytestmark = needs_browser
@@ -237,4 +242,48 @@ def test_the_curve_of_scaling_has_its_points_and_its_marks(thousand: Thousand) -
         assert count("#scaling-curve line.change").count() == 1, "the wanted number"
         assert count("#scaling-decisions li").count() == 3
         assert count("#speed line.change").count() == 2, "the changes are marked on the plot of speed, too"
+        assert tab.complaints == []
+
+
+def test_roles_are_a_table_where_the_job_is_one_of_them(thousand: Thousand, tmp_path: Path) -> None:
+    page = thousand.page
+    file = tmp_path / "roles.json"
+    page.gatherer.sources.append(gather_roles(str(file)))
+    evil = replace(REPORT.roles[1], failure="rollout-1: <img src=x onerror=alert(5)>" + "x" * 400)
+    with open_browser() as browser:
+        tab = Tab(browser, color_scheme="dark").open(f"{page.url}/?token={TOKEN}")
+        assert not tab.page.is_visible("#roles"), "a job without roles has no such panel"
+        file.write_bytes(msgspec.json.encode(REPORT))
+        thousand.update()
+        tab.wait_for_text("#roles-table", "rollout-1: its process died")
+        assert tab.page.is_visible("#roles")
+        assert "Job grpo: RUNNING, restarted 0 times as a whole. rollout-1 failed" in tab.text("#roles-why")
+        rows = [
+            [cell.strip() for cell in row.locator("th, td").all_text_contents()]
+            for row in tab.page.locator("#roles-table tbody tr").all()
+        ]
+        assert [row[:5] for row in rows] == [
+            ["policy (this page)", "elastic", "1 of 1", "1 running", "0"],
+            ["rollout", "simple", "1 of 2", "1 running, 1 starting", "1"],
+        ]
+        assert rows[0][5] == "none"
+        assert tab.page.text_content("#roles-table [aria-current=page] th") == "policy (this page)"
+        light = tab.page.evaluate("getComputedStyle(document.querySelector('#roles .badge.unwell')).color")
+        tab.page.click("#theme")
+        assert tab.page.evaluate("getComputedStyle(document.querySelector('#roles .badge.unwell')).color") != light
+
+        # On a phone the table scrolls in itself, by keyboard, too; and what roles say is text.
+        file.write_bytes(msgspec.json.encode(replace(REPORT, roles=(REPORT.roles[0], evil))))
+        thousand.update()
+        tab.wait_for_text("#roles-table", "<img src=x onerror=alert(5)>")
+        assert tab.page.locator("#roles img").count() == 0
+        tab.page.set_viewport_size({"width": 390, "height": 844})
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= 390
+        tab.page.focus("#roles-table")
+        tab.page.keyboard.press("ArrowRight")
+        tab.page.wait_for_function("() => document.querySelector('#roles-table').scrollLeft > 0")
+
+        os.utime(file, (1, 1))
+        thousand.update()
+        tab.wait_for_text("#roles-why", "The conductor is silent; this was its last report.")
         assert tab.complaints == []

@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from dlrover.cli.ray.messages import NEWS, JobOver, Said
+from dlrover.protocol.messages.roles import REPORT
 from dlrover.unified import Ensemble, Role, current, group, rpc
 from dlrover.unified.core.messages import EnsembleStatus
 from dlrover.unified.plan import RoleKind, RolePlan
@@ -137,6 +138,9 @@ async def test_an_instance_that_is_killed_or_fails_starts_again(tmp_path: Path, 
         (tmp_path / "fail-2").touch()
         status = await job.until(lambda each: (each.incarnation, each.state) == (3, "running"))
         assert status.roles[0].instances[0].cause == "ValueError: as it was told"
+        [told] = REPORT.decode(await job.conductor.roles.remote()).roles
+        assert (told.kind, told.num_ready, told.num_wanted, told.num_restarts) == ("simple", 1, 1, 2)
+        assert (told.failure, told.failed_at > 0) == ("loop-0: ValueError: as it was told", True)
         assert await job.ask(3, "incarnation") == 3
         (tmp_path / "stop").touch()
         assert (await job.over())[0].exit_code == 0

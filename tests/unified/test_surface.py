@@ -11,8 +11,9 @@ import pytest
 import dlrover.unified
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified import Ensemble, Role
+from dlrover.unified.core.spec import OnFailure
 from dlrover.unified.layout import RoleSize, Spread, check_room, lay_out
-from dlrover.unified.plan import PLAN, RoleKind, pack
+from dlrover.unified.plan import PLAN, ProcessGroup, RoleKind, pack
 
 ENTRY = "tests.unified.test_surface.Thing"
 
@@ -87,6 +88,42 @@ def test_calls_to_a_script_are_declared(tmp_path: Path, entry: str, declared: bo
     role = Role.elastic("policy", entry.replace("train.py", str(tmp_path / "train.py")), takes_calls=declared)
     plan = Ensemble("job", roles=[role, simple("rollout")]).build("uid")
     assert plan.silent_roles() == (() if takes_calls else ("policy",))
+
+
+def test_the_ranks_of_an_elastic_role_are_forked_or_actors():
+    elastic = Role.elastic("policy", ENTRY, nodes=2, nproc=2, cpus=3, gpus=4, memory_mb=10, takes_calls=False)
+    forked = Ensemble("job", roles=[elastic]).build("uid")
+    again = Ensemble("job", roles=[elastic.in_actor().forked()]).build("uid")
+    assert (again.spec, again.layout) == (forked.spec, forked.layout)
+    assert again.roles["policy"].kind is forked.roles["policy"].kind is RoleKind.ELASTIC
+
+    plan = Ensemble("job", roles=[elastic.in_actor()]).build("uid")
+    role, spec = plan.roles["policy"], plan.spec.role("policy")
+    assert (role.kind, role.num_ranks, role.local_world_size, spec.count) == (RoleKind.SIMPLE, 4, 2, 4)
+    assert (spec.on_failure, spec.is_driver, role.process_group) == (OnFailure.ROLE, True, ProcessGroup())
+    assert plan.layout.demands["policy"] == {"CPU": 1.5, "GPU": 2.0, "memory": 5.0 * 2**20}
+    assert plan.layout.bundles == forked.layout.bundles, "a machine has room for the same ranks"
+    assert plan.layout.places["policy"] == (0, 0, 1, 1)
+    assert plan.silent_roles() == ("policy",)
+
+
+@pytest.mark.parametrize(
+    ("role", "why"),
+    [
+        (simple("a").in_actor(), r"in_actor\(\) is for roles of Role.elastic, and this is a simple role"),
+        (simple("a").forked(), r"forked\(\) is for roles of Role.elastic, and this is a simple role"),
+        (Role.stream("a", batch=1).in_actor(), "this is a stream role"),
+        (Role.elastic("a", "train.py").in_actor(), "a script cannot run there"),
+        (Role.elastic("a", ENTRY, nodes=(1, 2)).in_actor(), r"the number of nodes cannot change.*got 1 to 2"),
+        (Role.elastic("a", ENTRY, standby=1).in_actor(), "standby nodes need an agent"),
+        (Role.elastic("a", ENTRY, options=["--max-restarts=1"]).in_actor(), "have no effect .got --max-restarts=1"),
+        (Role.elastic("a", ENTRY, on_failure="instance").in_actor(), "so they restart together"),
+        (Role.elastic("a", ENTRY, nproc=2, gpus=3).in_actor(), "2 ranks of a node get 1.5 GPUs each"),
+    ],
+)
+def test_a_home_that_ranks_cannot_have_is_refused_when_the_job_is_built(role: Role, why: str):
+    with pytest.raises(ConfigError, match=why):
+        Ensemble("job", roles=[role, simple("driver")]).build()
 
 
 def test_roles_that_are_together_share_their_bundles():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dlrover.cli.ray.driver import SubmittedJob
     from dlrover.cli.ray.messages import HostNews, JobOver
     from dlrover.cli.ray.plan import RayRun
+    from dlrover.protocol.messages.roles import RolesReport
 
 EXIT_USAGE = 2
 EXIT_MASTER_LOST = 23
@@ -89,7 +90,7 @@ def status(
     with found_job(job, address) as found:
         account = found.account()
         if not account.address:  # a job of several roles, whose masters are those of its elastic roles
-            echo(account.summary)
+            _show_roles(found.roles(), is_json=is_json)
             return
         reply = asyncio.run(ask(account.address, AskStatus(), token=account.token, tls=account.tls, timeout=10.0))
         assert isinstance(reply, JobStatus), f"the master answered AskStatus with {type(reply).__name__}"
@@ -266,6 +267,28 @@ def _print(news: HostNews) -> None:
             stream = sys.stderr if item.is_error else sys.stdout
             stream.write(f"[{item.node}] {item.line.decode(errors='replace')}")
     sys.stdout.flush()
+
+
+def _show_roles(report: RolesReport, *, is_json: bool) -> None:
+    from datetime import datetime
+
+    import msgspec
+    from rich.table import Table
+    from rich.text import Text
+
+    if is_json:
+        echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        return
+    restarts = f"{report.num_job_restarts} restart{'' if report.num_job_restarts == 1 else 's'} of the whole job"
+    echo(f"{report.job}: {report.stage}, {restarts}. {report.verdict}")
+    table = Table("role", "kind", "ready", "instances", "restarts", "last failure", box=None, pad_edge=False)
+    for role in report.roles:
+        failed = f"{datetime.fromtimestamp(role.failed_at / 1e6):%H:%M:%S} {role.failure}" if role.failed_at else ""
+        table.add_row(
+            *(role.name, role.kind, f"{role.num_ready} of {role.num_wanted}", role.states, str(role.num_restarts)),
+            Text(failed),
+        )
+    table_console().print(table)
 
 
 def _state_of(ray: Any, name: str) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from dlrover.platforms.ray.access import missing_module, namespace_of, say_missi
 from dlrover.platforms.ray.placement import demand_of, describe, fits
 from dlrover.platforms.ray.store import JobResult, JobStore, Registered, Registry
 from dlrover.protocol.errors import ConfigError, JobError, Unavailable
+from dlrover.protocol.messages.roles import REPORT, RolesReport
 
 AWAY = 120.0
 """Seconds that a host may be away: Ray needs up to a minute to see that a silent machine is gone."""
@@ -55,6 +56,14 @@ class SubmittedJob:
             return ACCOUNT.decode(self._ray.get(actor.describe.remote(), timeout=timeout))
         except self._ray.exceptions.RayError as error:
             raise Unavailable(f"the host of job {self.name} does not answer: {type(error).__name__}") from error
+
+    def roles(self, timeout: float = CALL_TIMEOUT) -> RolesReport:
+        """Of a multi-role job. Raises `Unavailable` if its conductor does not answer."""
+        actor = self._actor()
+        try:
+            return REPORT.decode(self._ray.get(actor.roles.remote(), timeout=timeout))
+        except self._ray.exceptions.RayError as error:
+            raise Unavailable(f"the conductor of job {self.name} does not answer: {type(error).__name__}") from error
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Until the host has heard of it, which may be about to be started again. Raises `Unavailable` if it stays away."""

@@ -61,6 +61,8 @@ class RayHost:
     """Made with the id of the job alone: Ray keeps a constructor's arguments."""
 
     node_class: type[NodeActor] = LauncherActor
+    roles_file = ""
+    """In the runtime directory, if the job is a role of a multi-role job: the report about all its roles, which the page shows."""
     begin_timeout = 60.0
     """Seconds for the driver to tell the secrets. If it was killed meanwhile, there is no job."""
 
@@ -240,6 +242,7 @@ class RayHost:
                 "can_cordon": True,
             },
             job_uid=self._job_uid,
+            roles_file=os.path.join(directory.path, self.roles_file) if self.roles_file else "",
         )
 
     def _journal(self, plan: RayJobPlan) -> str:

@@ -17,6 +17,7 @@ from dlrover.unified.api.config import DLConfig, new_config
 from dlrover.unified.api.enums import ACCELERATOR_TYPE, DLStreamType, RLRoleType
 from dlrover.unified.api.translate import NO_SET_VARIABLES
 from dlrover.unified.api.workload import WorkloadDesc
+from dlrover.unified.plan import RankHome
 
 SHORTEST_GROUP_TIMEOUT = 30
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(WorkloadDesc)
@@ -105,6 +106,14 @@ class RoleBuilder:
         self.fields["is_driver"] = False
         return self
 
+    def forked(self) -> Self:
+        """Of a role of `train`: its workers are forked, also those of a class or function."""
+        return self._live(RankHome.FORKED)
+
+    def in_actor(self) -> Self:
+        """Of a role of `train`: each worker is an actor. A class or function is that without this, too."""
+        return self._live(RankHome.ACTOR)
+
     def disable_ray_auto_visible_device(self) -> Self:
         return self.env(dict.fromkeys(NO_SET_VARIABLES, "true"))
 
@@ -131,6 +140,15 @@ class RoleBuilder:
 
     def build_desc(self) -> dict[str, Any]:
         return {**self.fields, "resource": self._resource or {"accelerator": 1}}
+
+    def _live(self, home: RankHome) -> Self:
+        if self.fields["backend"] != "elastic":
+            switch = "forked" if home is RankHome.FORKED else "in_actor"
+            raise ValueError(
+                f"Role {self.role_name}: {switch}() is for roles of train(). A role of run() is always in actors."
+            )
+        self.fields["home"] = home
+        return self
 
     def _recount(self) -> Self:
         if self._nnodes is not None:

@@ -10,7 +10,6 @@ from dlrover.unified.api.config import JobConfig
 from dlrover.unified.api.enums import ACCELERATOR_TYPE
 from dlrover.unified.api.workload import CustomWorkloadDesc, ElasticWorkloadDesc
 from dlrover.unified.core.spec import OnFailure
-from dlrover.unified.entry import EntryPointKind, read_entry
 from dlrover.unified.plan import GroupRule, ProcessGroup
 from dlrover.unified.surface import Ensemble, Role
 
@@ -80,8 +79,7 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
         entry = desc.entry_point
     if not entry:
         raise ConfigError(f"Role {name} has no entry point.")
-    kind = read_entry(entry).kind
-    if is_elastic and kind is EntryPointKind.COMMAND:
+    if is_elastic and desc.is_forked:
         size = desc.per_group
         return Role.elastic(
             name,
@@ -101,10 +99,12 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
     is_by_rank = desc.rank_based_gpu_selection and gpus > 0
     group = None
     if is_elastic:
-        log.info(
-            "Role %s runs in actors, as its entry point has a dotted name. Give a script to have its workers forked.",
-            name,
-        )
+        if desc.home is None:
+            log.info(
+                "Role %s runs in actors, as its entry point has a dotted name. Its workers restart together, without snapshots in memory. Call "
+                ".forked() on the role to have them forked.",
+                name,
+            )
         on_failure = OnFailure.STOP if on_failure is OnFailure.STOP else OnFailure.ROLE
         group = ProcessGroup(
             is_set_up=desc.comm_auto_setup_process_group,

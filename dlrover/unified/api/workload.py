@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified.api.enums import WorkloadEntrypointType
 from dlrover.unified.entry import EntryPointKind, read_entry
+from dlrover.unified.plan import RankHome
 
 
 class _Model(BaseModel):
@@ -92,6 +93,21 @@ class ElasticWorkloadDesc(_WorkloadDesc):
     comm_auto_setup_process_group: bool = True
     comm_backend: str = "auto"
     comm_timeout_s: int | None = None
+    home: RankHome | None = None
+    """None: a script is forked, and a class or function runs in actors."""
+
+    @model_validator(mode="after")
+    def _is_home_possible(self) -> Any:
+        if self.home is RankHome.ACTOR and self.entry_point and self.entrypoint_type is WorkloadEntrypointType.PY_CMD:
+            raise ValueError(
+                f"The script {self.entry_point} cannot run in actors. Give a class or function, or leave out in_actor()."
+            )
+        return self
+
+    @property
+    def is_forked(self) -> bool:
+        is_command = self.entrypoint_type is WorkloadEntrypointType.PY_CMD
+        return is_command if self.home is None else self.home is RankHome.FORKED
 
 
 class SimpleWorkloadDesc(_WorkloadDesc):

@@ -128,6 +128,8 @@ class EnsembleMachine:
                             state=each.life.value,
                             num_restarts=each.num_restarts,
                             cause=each.cause,
+                            failed_at=each.failed_at,
+                            is_usable=each.life in USABLE,
                         )
                         for rank, each in enumerate(role.instances)
                     ),
@@ -274,7 +276,7 @@ class EnsembleMachine:
         role, instance = self._state.roles[instance_id.role], self._instance(instance_id)
         print_of = hashlib.blake2b(fingerprint.encode(), digest_size=8).hexdigest()
         instance.num_same = instance.num_same + 1 if instance.fingerprint == print_of else 1
-        instance.fingerprint, instance.cause = print_of, cause
+        instance.fingerprint, instance.cause, instance.failed_at = print_of, cause, self._state.now
         if self._state.stage is StageOfJob.STOPPING:
             self._end(instance_id)
             return

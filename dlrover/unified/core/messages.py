@@ -184,6 +184,11 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     state: str
     num_restarts: int
     cause: str
+    """Of its last failure."""
+    failed_at: Micros
+    """When that came; 0: it has not failed."""
+    is_usable: bool
+    """It serves calls, or has ended well."""
 
 
 class RoleStatus(Struct, frozen=True, kw_only=True):

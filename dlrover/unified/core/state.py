@@ -74,6 +74,8 @@ class Instance(Struct):
     budget: Budget = field(default_factory=Budget)
     cause: str = ""
     """Of its last failure."""
+    failed_at: Micros = Micros(0)
+    """When that came; 0: it has not failed."""
     fingerprint: str = ""
     """Of the traceback of its last failure."""
     num_same: int = 0

@@ -9,8 +9,9 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter
 from typing import Any
+
+import msgspec
 
 from dlrover.cli.ray.bulletin import Bulletin
 from dlrover.cli.ray.messages import HostAccount, JobOver
@@ -20,15 +21,17 @@ from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.store import ClusterKeyValues, JobResult, JobStore, Registry
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.identity import Micros
+from dlrover.protocol.messages.roles import REPEAT
 from dlrover.unified.conductor import Conductor
 from dlrover.unified.core.machine import EXIT_NO_ROOM
-from dlrover.unified.core.messages import BeginEnsemble, FinishEnsemble, RoleStatus, StageOfJob
+from dlrover.unified.core.messages import BeginEnsemble, FinishEnsemble, StageOfJob
 from dlrover.unified.extension import load_extension
-from dlrover.unified.plan import PLAN
+from dlrover.unified.plan import PLAN, EnsemblePlan
 from dlrover.unified.shell.actor_wire import start
 from dlrover.unified.shell.elastic_role import plan_key
 from dlrover.unified.shell.messages import EnsembleAccount, pack
 from dlrover.unified.shell.ray_cluster import RayCluster
+from dlrover.unified.shell.roles_report import roles_report, states
 from dlrover.unified.shell.told_events import CONTROLLER, ControllerEvents, ToldEvents
 from dlrover.unified.store import ConductorFenced, EnsembleJournal
 
@@ -48,6 +51,7 @@ class ConductorActor:
         self._store = ClusterKeyValues()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._bulletin = Bulletin(_life_number())
+        self._plan: EnsemblePlan | None = None
         self._conductor: Conductor | None = None
         self._cluster: RayCluster | None = None
         self._epoch = 0
@@ -69,7 +73,7 @@ class ConductorActor:
         await self._has_begun.wait()
         assert self._conductor is not None
         status = self._conductor.status()
-        roles = [f"{role.name} {_states(role)}" for role in status.roles]
+        roles = [f"{role.name} {states(role)}" for role in status.roles]
         return pack_news(
             HostAccount(
                 job_name=status.name,
@@ -106,6 +110,13 @@ class ConductorActor:
             )
         )
 
+    async def roles(self) -> bytes:
+        """`RolesReport` as JSON, for commands."""
+        await self._has_begun.wait()
+        assert self._conductor is not None
+        assert self._plan is not None
+        return msgspec.json.encode(roles_report(self._conductor.status(), self._plan))
+
     async def stop(self, number: int) -> None:
         """As a signal to the job."""
         await self.end("stopped by a person", 128 + number)
@@ -135,7 +146,7 @@ class ConductorActor:
         if data is None:  # the job was over, and its conductor died in its last moments
             self._vanish()
             return
-        plan = PLAN.decode(data)
+        plan = self._plan = PLAN.decode(data)
         self._name = plan.spec.name
         extension, refusal = None, ""
         try:
@@ -155,6 +166,7 @@ class ConductorActor:
         if extension is not None:
             extension.manager = conductor
         tending = start(self._tend(conductor, cluster, refusal), self._tasks)
+        showing = start(self._show_roles(plan, conductor, cluster), self._tasks)
         try:
             over = await conductor.conduct(BeginEnsemble(plan.spec))
         except ConductorFenced as error:
@@ -166,6 +178,7 @@ class ConductorActor:
             os._exit(1)
         self._has_begun.set()
         tending.cancel()  # it writes to the store, which is cleared now
+        showing.cancel()
         self._events.look(conductor.status())
         await self._finish(over)
 
@@ -186,6 +199,18 @@ class ConductorActor:
                 if role.instances and all(each.state == "finished" for each in role.instances):
                     cluster.close_role(role.name, "it has ended")
             await conductor.next_decision()
+
+    async def _show_roles(self, plan: EnsemblePlan, conductor: Conductor, cluster: RayCluster) -> None:
+        """On the pages of the elastic roles: what changed, and the same again where a host was away."""
+        await self._has_begun.wait()
+        while True:
+            status = conductor.status()
+            report = roles_report(status, plan)
+            await asyncio.gather(*(role.show_roles(report) for role in cluster.elastic_roles().values()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPEAT):
+                    while conductor.status() == status:
+                        await conductor.next_decision()
 
     async def _finish(self, over: FinishEnsemble) -> None:
         assert self._cluster is not None
@@ -227,12 +252,6 @@ class ConductorActor:
 
 def _now() -> Micros:
     return Micros(int(time.time() * 1_000_000))
-
-
-def _states(role: RoleStatus) -> str:
-    """For example `2 running, 1 starting`."""
-    counts = Counter(each.state for each in role.instances)
-    return ", ".join(f"{number} {state}" for state, number in counts.items())
 
 
 def _life_number() -> int:

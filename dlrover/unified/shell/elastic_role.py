@@ -26,6 +26,7 @@ from dlrover.platforms.ray.messages import JobSecrets, NodeOrder
 from dlrover.platforms.ray.starter import NODE_PREFIX
 from dlrover.platforms.ray.store import JobStore, Registered, Registry, get
 from dlrover.protocol.errors import JobError, Unavailable
+from dlrover.protocol.messages.roles import RolesReport
 from dlrover.unified.core.messages import InstanceId
 from dlrover.unified.plan import PLAN, EnsemblePlan
 from dlrover.unified.runtime.relay_frames import SOCKET_VARIABLE, WorkerWelcome
@@ -34,6 +35,9 @@ from dlrover.unified.shell.actor_wire import ActorWire, as_ray_part, start
 from dlrover.unified.shell.relay import CallRelay
 from dlrover.unified.shell.room import JobRoom, group_name
 
+ROLES_FILE = "roles.json"
+"""In the runtime directory of the host."""
+SHOW_TIMEOUT = 5.0
 UID_VARIABLE, ROLE_VARIABLE = "DLROVER_ENSEMBLE_UID", "DLROVER_ENSEMBLE_ROLE"
 SOCKET = "calls.sock"
 AGAIN = 0.2
@@ -77,7 +81,17 @@ class RoleNode(LauncherActor):
 
 
 class RoleHost(RayHost):
+    """It also keeps what its master's page shows of the other roles."""
+
     node_class = RoleNode
+    roles_file = ROLES_FILE
+
+    async def show_roles(self, report: bytes) -> None:
+        """Nothing, before it serves or after its end: the conductor reports again."""
+        if self._directory is not None and os.path.isdir(self._directory.path):
+            os.utime(
+                self._directory.write(ROLES_FILE, report)
+            )  # the page looks at the time, also if nothing has changed
 
 
 class ElasticRole:
@@ -155,6 +169,16 @@ class ElasticRole:
             return await asyncio.to_thread(self._job.account)
         except Unavailable:
             return None
+
+    async def show_roles(self, report: RolesReport) -> None:
+        """On the page of its master. A host that is away now hears a later one."""
+        import ray.exceptions
+
+        own = msgspec.json.encode(msgspec.structs.replace(report, own_role=self._role))
+        with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
+            host = self._ray.get_actor("host", namespace=self.namespace)
+            async with asyncio.timeout(SHOW_TIMEOUT):
+                await host.show_roles.remote(own)
 
     async def over(self) -> JobOver:
         return await asyncio.shield(self._over)

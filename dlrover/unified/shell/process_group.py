@@ -39,7 +39,9 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
     address, held = _coordinator(order, store)
     host, _, port = address.rpartition(":")
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+    size = order.local_world_size
     os.environ.update(RANK=str(order.rank), WORLD_SIZE=str(order.num_ranks[order.role]))
+    os.environ.update(LOCAL_RANK=str(order.rank % size), LOCAL_WORLD_SIZE=str(size))
     if held is not None:
         held.close()
     if not order.process_group.is_set_up:

@@ -43,6 +43,21 @@ def train() -> None:
     dist.barrier()
 
 
+class Forked:
+    """No actor: its worker is forked, and sets up the process group itself."""
+
+    def run(self) -> None:
+        me = current_worker().actor_info
+        dist.init_process_group("gloo")
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        (
+            folder()
+            / f"{me.role}-{me.rank} sum {value.item():g}, below {'agent' * ('DLROVER_AGENT_SOCKET' in os.environ)}"
+        ).touch()
+
+
 def checked() -> None:
     """Its communication check fails in the first life: see below."""
     (folder() / f"checked-{current_worker().actor_info.rank}-{current().incarnation}").touch()

@@ -47,6 +47,16 @@ def test_a_role_in_actors_trains_survives_a_kill_and_restarts_by_hand(lab: RayLa
     lab.await_nothing_left(master.handle.job_uid)
 
 
+def test_a_class_whose_workers_are_forked(lab: RayLab, tmp_path: Path):
+    job = (
+        DLJobBuilder().device_per_node(2).device_type("CPU").config({"folder": str(tmp_path)}).skip_node_check()
+        .role("member").train(f"{OLD}.Forked").nnodes(1).nproc_per_node(2).resource(cpu=0.5).forked().build()
+    )  # fmt: skip
+    assert job.submit("forked") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"member-{rank} sum 2, below agent" for rank in (0, 1)]
+    lab.await_nothing_left()
+
+
 @pytest.mark.parametrize(("strategy", "limit", "num_tries"), [(0, 10, 1), (1, 1, 2)])
 def test_an_entry_point_that_fails_ends_the_job(lab: RayLab, tmp_path: Path, strategy: int, limit: int, num_tries: int):
     """Scenario 1: at once, or after as many restarts of the job as it may have."""

@@ -109,7 +109,9 @@ def test_a_job_that_finds_no_room_in_its_time_says_what_has_none(lab: RayLab, st
 
     # Commands know jobs of several roles, too.
     shown = run_dlrover("ray", "status", "first", "--address", lab.address)
-    assert "RUNNING: wide 2 running" in shown.stdout, shown
+    assert "first: RUNNING, 0 restarts of the whole job. " in shown.stdout, shown
+    [line] = [line for line in shown.stdout.splitlines() if line.startswith("wide ")]
+    assert line.split() == ["wide", "simple", "2", "of", "2", "2", "running", "0"], shown
     assert "first" in run_dlrover("ray", "list", "--address", lab.address).stdout
     stopped = run_dlrover("ray", "stop", "first", "--address", lab.address)
     assert stopped.returncode == 0, stopped

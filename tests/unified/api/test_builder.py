@@ -105,6 +105,9 @@ def test_a_role_in_two_collocations_or_an_unknown_one_is_refused():
         (lambda: rl().trainer(ENTRY).build(), "needs the role ACTOR"),
         (lambda: rl().actor(ENTRY).role("OTHER").run(ENTRY).build(), "OTHER is unknown"),
         (lambda: rl().actor(ENTRY).as_data_stream().build(), "task streams"),
+        (lambda: builder().role("a").run(ENTRY).forked(), r"Role a: forked\(\) is for roles of train"),
+        (lambda: builder().role("a").run(ENTRY).in_actor(), r"in_actor\(\) is for roles of train"),
+        (lambda: builder().role("a").train("x.py").in_actor().build(), "x.py cannot run in actors"),
         (lambda: builder().by_dlrover_run_cmd("python x.py"), "must begin with dlrover-run"),
         (lambda: builder().by_dlrover_run_cmd("torchrun --nnodes=a x.py"), "whole numbers"),
     ],
@@ -203,6 +206,27 @@ def test_a_class_trains_in_actors_and_a_script_in_forked_workers():
     assert not plan.roles["classes"].process_group.is_set_up
     assert (plan.roles["script"].kind, plan.roles["script"].num_ranks) == (RoleKind.ELASTIC, 4)
     assert plan.spec.role("script").on_failure is OnFailure.SELF
+
+
+def test_a_switch_says_where_the_workers_of_a_class_live(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    job = (
+        builder()
+        .role("forked").train(ENTRY).nnodes(2).nproc_per_node(2).forked()
+        .role("actors").train(ENTRY).nnodes(1).nproc_per_node(2).in_actor()
+        .build()
+    )  # fmt: skip
+    assert DLConfig.model_validate_json(job.model_dump_json()) == job.dl_config
+    plan = ensemble_of(job_config(job)).build("uid")
+    forked, actors = plan.roles["forked"], plan.roles["actors"]
+    assert (forked.kind, forked.num_ranks, forked.takes_calls) == (RoleKind.ELASTIC, 4, True)
+    assert plan.spec.role("forked").on_failure is OnFailure.SELF
+    assert (actors.kind, actors.process_group is not None) == (RoleKind.SIMPLE, True)
+    assert ".forked()" not in caplog.text, "who has chosen is not told of the choice"
+    job.workloads["actors"].home = None
+    ensemble_of(job_config(job))
+    assert "Role actors runs in actors" in caplog.text
+    assert "Call .forked() on the role" in caplog.text
 
 
 def test_configurations_of_many_kinds_are_taken_and_written_back():

@@ -15,7 +15,7 @@ const PANELS = {
   job: [panels.summary], health: [panels.summary], nodes: [() => nodes.show(), panels.resources], timeline: [panels.events], clock: [panels.tick],
   goodput: [panels.goodput, panels.summary], checkpoints: [panels.checkpoints, panels.summary], data: [panels.data, panels.summary],
   verdicts: [panels.diagnosis], pre_check: [panels.diagnosis], diagnosis: [panels.diagnosis], autopsy: [panels.diagnosis], failures: [panels.failures], series: [panels.plots],
-  scaling: [panels.scaling, panels.plots],
+  scaling: [panels.scaling, panels.plots], roles: [panels.roles],
 };
 
 function paint() {

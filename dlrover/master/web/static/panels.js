@@ -61,6 +61,33 @@ export function scaling(store) {
   nodesPlot(byId("scaling-curve"), found?.points ?? [], { unit: found?.unit ?? "", target: found?.target ?? 0, changes: found?.decisions ?? [] });
 }
 
+// Only where the job is a role of a multi-role job.
+export function roles(store) {
+  const found = store.one("roles");
+  byId("roles").hidden = !found;
+  if (!found) return;
+  const key = JSON.stringify(found);
+  fill(byId("roles-why"), key, () => [
+    `Job ${found.job}: ${found.stage}, restarted ${counted(found.num_job_restarts, "time")} as a whole. ${found.verdict}`,
+    ...(found.is_stale ? [make("span", { class: "badge warn", text: "The conductor is silent; this was its last report." })] : []),
+  ]);
+  fill(byId("roles-table"), key, () => {
+    const rows = found.roles.map((role) => {
+      const isOwn = role.name === found.own_role;
+      const failure = role.failed_at ? [when(role.failed_at), ` ${role.failure}`] : ["none"];
+      return make("tr", { "aria-current": isOwn && "page" },
+        make("th", { scope: "row", text: isOwn ? `${role.name} (this page)` : role.name }),
+        make("td", { text: role.kind }),
+        make("td", {}, make("span", { class: `badge ${role.num_ready === role.num_wanted ? "well" : "unwell"}`, text: `${number(role.num_ready)} of ${number(role.num_wanted)}` })),
+        make("td", { text: role.states }),
+        make("td", { text: number(role.num_restarts) }),
+        make("td", { class: "text" }, ...failure));
+    });
+    const header = ["role", "kind", "ready", "instances", "restarts", "last failure"].map((text) => make("th", { scope: "col", text }));
+    return make("table", {}, make("thead", {}, make("tr", {}, ...header)), make("tbody", {}, ...rows));
+  });
+}
+
 export function events(store) {
   const found = store.all("timeline").sort((a, b) => a.number - b.number).slice(-400);
   if (found.length) store.dropOlder("timeline", found[0].number);
