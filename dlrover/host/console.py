@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from dlrover.host.edges import contained
 from dlrover.host.plain_text import printable
 
 HELD_BYTES = 1024 * 1024
@@ -143,12 +144,9 @@ class ConsoleHandler(logging.Handler):
         self._writer = ConsoleWriter(max_held_bytes=held_bytes, describe_loss=self._describe_loss)
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            text = self._encode(record)
-        except Exception:  # as the handlers of the standard library do it: arguments that do not fit the text
-            self.handleError(record)
-            return
-        self._writer.write(self._descriptor, text)
+        # As the handlers of the standard library do it: arguments may not fit the text.
+        with contained(lambda _error: self.handleError(record)):
+            self._writer.write(self._descriptor, self._encode(record))
 
     def flush(self) -> None:
         self._writer.flush(self._patience)

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 
+from dlrover.host.edges import contained
 from dlrover.host.log_root import LogRoot
 from dlrover.host.ownership import make_directory, open_checked
 
@@ -49,14 +50,12 @@ class RotatingLog(logging.Handler):
         self._descriptor = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        # As the handlers of the standard library do it: arguments may not fit the text.
+        with contained(lambda _error: self.handleError(record)):
             line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
-        except Exception:  # as the handlers of the standard library do it: arguments that do not fit the text
-            self.handleError(record)
-            return
-        with contextlib.suppress(OSError):
-            self._make_room(len(line))
-            os.write(self._descriptor, line)
+            with contextlib.suppress(OSError):
+                self._make_room(len(line))
+                os.write(self._descriptor, line)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from dlrover.host.edges import contained
 from dlrover.platforms.base import JobGlance, ShowsJobs
 from dlrover.protocol.errors import Unavailable
 from dlrover.protocol.messages.goodput import AskGoodput, GoodputStatus
@@ -44,19 +45,12 @@ class JobGlances:
 
     async def show(self) -> None:
         """If round or step changed: goodput alone changes all the time."""
-        try:
+        with contained(self._note):  # an extension may raise anything
             async with asyncio.timeout(CALL):
                 glance = await self._glance()
                 if glance is None or (glance.round, glance.last_step) == self._shown:
                     return
                 await self._platform.show(glance)
-        except Unavailable as error:
-            self._note(str(error))
-        except TimeoutError:
-            self._note(f"no answer within {CALL:g} s")
-        except Exception as error:  # an extension may raise anything
-            self._note(f"{type(error).__name__}: {error}")
-        else:
             self._shown = (glance.round, glance.last_step)
             self._trouble = ""
 
@@ -69,7 +63,14 @@ class JobGlances:
             return None
         return JobGlance(round=status.round, goodput=goodput.goodput, last_step=goodput.highest_step)
 
-    def _note(self, trouble: str) -> None:
+    def _note(self, error: Exception) -> None:
+        match error:
+            case Unavailable():
+                trouble = str(error)
+            case TimeoutError():
+                trouble = f"no answer within {CALL:g} s"
+            case _:
+                trouble = f"{type(error).__name__}: {error}"
         if trouble != self._trouble:
             log.warning("the platform does not show how the job does reason=%s", trouble)
         self._trouble = trouble

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from dlrover.core.fleet.platform_news import REFUSAL_COUNTS
+from dlrover.host.edges import contained, logged
 from dlrover.platforms.base import Intent, LaunchNotTaken, Platform, RoomChanged, Sight, StaleMaster
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -191,38 +192,39 @@ class PlatformDriver:
 
     async def _attempt(self, lane: _Lane, intent: Intent) -> _Pause | None:
         """When to try again; None: nothing more is to be done about it."""
-        refused = _Pause(at_most=self._patience.longest_pause)
-        try:
-            async with self._calls, asyncio.timeout(self._patience.call):
-                await self._platform.apply(intent)
-        except StaleMaster as error:
-            # The journal's fence ends this master as soon as it writes; until then it must only keep still.
-            log.warning("an intent came too late: %s", error)
-            return None
-        except Rejected as error:
-            log.error("the platform refuses an intent for good node=%s reason=%s", intent.name, error)
-            self._tell_refusal(lane, intent, str(error))
-            return None
-        except LaunchNotTaken as error:
-            self._tell_refusal(lane, intent, str(error))
-            return refused
-        except Unavailable as error:
-            self._tell_refusal(lane, intent, str(error))
-            asked = min(error.retry_after or 0.0, self._patience.longest_request)
-            return _Pause(asked, self._patience.out_of_reach)
-        except TimeoutError:
-            self._tell_refusal(lane, intent, f"The platform did not answer within {self._patience.call:g} s.")
-            return _Pause(at_most=self._patience.out_of_reach)
-        except (
-            Exception
-        ) as error:  # an extension may raise anything; a lane that ends with it would never be driven again
+
+        def tell(error: Exception) -> None:
             reason = encodable(f"The platform broke on it ({type(error).__name__}: {error}).")
             if reason != lane.told:
                 log.exception("the platform broke on an intent node=%s", intent.name)
             self._tell_refusal(lane, intent, reason)
-            return refused
-        log.info("platform took intent=%s node=%s", type(intent).__name__, intent.name)
-        return None
+
+        refused = _Pause(at_most=self._patience.longest_pause)
+        with contained(tell):  # an extension may raise anything; a lane that ends with it would never be driven again
+            try:
+                async with self._calls, asyncio.timeout(self._patience.call):
+                    await self._platform.apply(intent)
+            except StaleMaster as error:
+                # The journal's fence ends this master as soon as it writes; until then it must only keep still.
+                log.warning("an intent came too late: %s", error)
+                return None
+            except Rejected as error:
+                log.error("the platform refuses an intent for good node=%s reason=%s", intent.name, error)
+                self._tell_refusal(lane, intent, str(error))
+                return None
+            except LaunchNotTaken as error:
+                self._tell_refusal(lane, intent, str(error))
+                return refused
+            except Unavailable as error:
+                self._tell_refusal(lane, intent, str(error))
+                asked = min(error.retry_after or 0.0, self._patience.longest_request)
+                return _Pause(asked, self._patience.out_of_reach)
+            except TimeoutError:
+                self._tell_refusal(lane, intent, f"The platform did not answer within {self._patience.call:g} s.")
+                return _Pause(at_most=self._patience.out_of_reach)
+            log.info("platform took intent=%s node=%s", type(intent).__name__, intent.name)
+            return None
+        return refused
 
     def _tell_refusal(self, lane: _Lane, intent: Intent, reason: str) -> None:
         """For each change of the reason, and now and then because it still holds: the attempts themselves are no news."""
@@ -301,21 +303,22 @@ class PlatformDriver:
 
     async def _watch(self) -> None:
         """One watch, until it breaks, something was lost, or its time is over."""
+
+        def tell(error: Exception) -> None:
+            trouble = str(error) if isinstance(error, Unavailable) else f"It broke ({type(error).__name__}: {error})."
+            if trouble != self._trouble and not isinstance(error, Unavailable):
+                log.exception("the platform broke while it was watched")
+            self._note_trouble(trouble)
+
         self._is_lost.clear()
         seeing = asyncio.ensure_future(self._see())
         losing = asyncio.ensure_future(self._is_lost.wait())
         try:
             limit = self._patience.watch * random.uniform(0.8, 1.0)
             await asyncio.wait([seeing, losing], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if seeing.done():
-                seeing.result()
-        except Unavailable as error:
-            self._note_trouble(str(error))
-        except Exception as error:  # an extension may raise anything; the next watch may be better
-            trouble = f"It broke ({type(error).__name__}: {error})."
-            if trouble != self._trouble:
-                log.exception("the platform broke while it was watched")
-            self._note_trouble(trouble)
+            with contained(tell):  # an extension may raise anything; the next watch may be better
+                if seeing.done():
+                    seeing.result()
         finally:
             for task in (seeing, losing):
                 task.cancel()
@@ -379,14 +382,14 @@ class PlatformDriver:
         """Workers that the job can have in all (None: any number), and what limits them; None: the platform cannot tell now."""
         if not self._platform.capabilities.knows_room:
             return None, ""
-        try:
-            async with asyncio.timeout(self._patience.call):
-                room = await self._platform.room(size)
-        except (Unavailable, Rejected, TimeoutError) as error:
-            log.debug("the platform does not tell its room reason=%s", error)
-            return None
-        except Exception:  # an extension may raise anything
-            log.exception("the platform broke on a question for room")
+        room = None
+        with logged(log, "the platform broke on a question for room"):  # an extension may raise anything
+            try:
+                async with asyncio.timeout(self._patience.call):
+                    room = await self._platform.room(size)
+            except (Unavailable, Rejected, TimeoutError) as error:
+                log.debug("the platform does not tell its room reason=%s", error)
+        if room is None:
             return None
         num_live = sum(node_type is NodeType.WORKER for node_type in self._live.values())
         return None if room.free is None else max(0, num_live + room.free), room.reason

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from dlrover.host.edges import logged
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import (
     EXIT_STOPPED,
@@ -260,11 +261,9 @@ def _pre_check(config: MasterConfig, master_loop: MasterLoop, events: EventLog) 
 
 async def _close(platform: Platform) -> None:
     """Everything is decided and told: whatever it does, the exit code is the job's."""
-    try:
+    with logged(log, "the platform could not be closed"):  # an extension may raise anything
         async with asyncio.timeout(PATIENCE.call):
             await platform.close()
-    except Exception:  # an extension may raise anything
-        log.exception("the platform could not be closed")
 
 
 async def _for_good(work: Coroutine[Any, Any, None]) -> None:

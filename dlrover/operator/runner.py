@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dlrover.host.edges import logged
 from dlrover.operator.actions import (
     Action,
     AdjustObject,
@@ -89,15 +90,13 @@ class Runner:
         """A job whose state we cannot handle must not stop the others: it is tried again, ever more rarely."""
         num_errors = 0
         while True:
-            try:
+            with logged(log, "pass broken job=%s/%s", *loop.key):
                 await loop.run()
                 del self._jobs[loop.key]
                 return
-            except Exception:
-                log.exception("pass broken job=%s/%s", *loop.key)
-                self._report("decide", "broken")
-                await asyncio.sleep(backed_off(SHORTLY, num_errors))
-                num_errors += 1
+            self._report("decide", "broken")
+            await asyncio.sleep(backed_off(SHORTLY, num_errors))
+            num_errors += 1
 
 
 class _JobLoop:

@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from dlrover.host.edges import contained
+
 Callback = Callable[[ModuleType], None]
 
 
@@ -74,11 +76,9 @@ class _Loader(importlib.abc.Loader):
 
 
 def _call(callback: Callback, module: ModuleType) -> None:
-    try:
+    def warn(error: Exception) -> None:
+        text = f"dlrover cannot follow what {module.__name__} does ({type(error).__name__}: {error}); training goes on."
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    with contained(warn):  # the program of the user
         callback(module)
-    except Exception as error:  # the edge to the user's program
-        warnings.warn(
-            f"dlrover cannot follow what {module.__name__} does ({type(error).__name__}: {error}); training goes on.",
-            RuntimeWarning,
-            stacklevel=2,
-        )

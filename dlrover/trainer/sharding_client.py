@@ -28,6 +28,7 @@ from typing import Any
 from msgspec import Struct
 
 from dlrover.agreed.permutation import Permutation
+from dlrover.host.edges import attempt
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.data import NO_STEP, DatasetSpec, StorageKind, TaskType
 from dlrover.protocol.messages.data import LeasedShard as Lease
@@ -396,16 +397,18 @@ class IndexShardingClient(ShardingClient):
         self._filler.join()
 
     def _fill(self) -> None:
-        end = ""
-        try:
-            while not self._is_wanted.wait(_LOOK):
-                if self._stopping.is_set():
-                    return
-            while self._queue_rest() and (task := self._next_task()) is not None:
-                self._rest = iter(task.shard.record_indices)
-        except Exception as error:  # readers in other processes must hear of it
-            end = f"{type(error).__name__}: {error}"
-        self._put(end)
+        # Readers in other processes must hear of an error.
+        end = attempt(self._fill_to_end, lambda error: f"{type(error).__name__}: {error}")
+        if end is not None:
+            self._put(end)
+
+    def _fill_to_end(self) -> str | None:
+        while not self._is_wanted.wait(_LOOK):
+            if self._stopping.is_set():
+                return None
+        while self._queue_rest() and (task := self._next_task()) is not None:
+            self._rest = iter(task.shard.record_indices)
+        return ""
 
     def _queue_rest(self) -> bool:
         """False: filling shall stop."""

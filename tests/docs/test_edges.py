@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.measure_style import Module, is_swallowing, read_package
+from dlrover.host import edges
+from tools.measure_style import Module, is_swallowing, read_package, swallowing_handlers
 
 PACKAGE = Path(__file__).parents[2] / "dlrover"
 EDGES: dict[str, tuple[str, ...]] = {
@@ -64,9 +66,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "core.diagnosis.inference:InferenceChain._apply",
         "host.console:ConsoleHandler.emit",
         "host.log_file:RotatingLog.emit",
-        "master.diagnosis.pre_check_runner:PreCheckRunner._act",
-        "master.diagnosis.pre_check_runner:PreCheckRunner._call",
-        "master.diagnosis.pre_check_runner:PreCheckRunner._judge",
+        "master.diagnosis.pre_check_runner:PreCheckRunner._foreign",
         "master.diagnosis.pre_check_runner:_interval",
         "master.job_glances:JobGlances.show",
         "master.platform_driver:PlatformDriver._attempt",
@@ -83,33 +83,52 @@ EDGES: dict[str, tuple[str, ...]] = {
         "trainer.torch.flash_checkpoint.encoding.pickle_template:_fixed_of",
         "trainer.torch.node_check.device_memory:main",
         "trainer.worker.entry:_say",
-        "trainer.worker.zygote:_Zygote._import_flash_checkpoint",
-        "trainer.worker.zygote:_Zygote._import_torch",
+        "trainer.worker.zygote:_preload",
         "unified.runtime.wire:as_error",
         "unified.runtime.wire:raised",
         "unified.shell.machine_replacement:MachineReplacement._relaunch",
     ),
 }
-"""A new broad `except` belongs to one of these edges and is named here; one that can name its errors does that instead."""
+"""A new broad `except`, or use of a helper that has one, belongs here; a place that can name its errors does that instead."""
+HELPERS = ("attempt", "contained", "exit_contained", "handed_over", "logged")
+"""The public functions of `dlrover.host.edges`. Where they are called is an edge, and not in their own module."""
+MOST_HANDLERS = 20
 
 
 def test_a_broad_except_that_raises_nothing_stands_at_a_named_edge() -> None:
-    found = Counter(name for module in read_package(PACKAGE) for name in places_of(module))
+    modules = [module for module in read_package(PACKAGE) if module.name != edges.__name__]
+    found = Counter(name for module in modules for name in places_of(module))
     named = Counter(name for names in EDGES.values() for name in names)
     assert found - named == Counter(), "not named: name the errors, or the edge"
     assert named - found == Counter(), "named, and not there any more"
 
 
+def test_few_handlers_catch_everything_and_raise_nothing() -> None:
+    assert len(swallowing_handlers(read_package(PACKAGE))) <= MOST_HANDLERS, "use what dlrover.host.edges offers"
+
+
+def test_the_helpers_are_all_that_the_module_of_edges_offers() -> None:
+    offered = {name for name, value in vars(edges).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert {name for name in offered if getattr(edges, name).__module__ == edges.__name__} == set(HELPERS)
+
+
 def places_of(module: Module) -> Iterator[str]:
-    """The functions that have such a handler, one for each."""
+    """The functions that have such a handler or call a helper, one for each."""
     yield from _places(module.tree, f"{module.name.partition('.')[2]}:", "")
+
+
+def _is_edge(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="edges"), attr=name)):
+            return name in (*HELPERS, "Edge")
+    return is_swallowing(node)
 
 
 def _places(node: ast.AST, prefix: str, path: str) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
         is_named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         inner = f"{path}.{child.name}".lstrip(".") if is_named else path
-        if is_swallowing(child):
+        if _is_edge(child):
             yield f"{prefix}{path}"
         yield from _places(child, prefix, inner)
 
@@ -119,6 +138,8 @@ def test_the_place_of_a_handler_is_its_function(tmp_path: Path) -> None:
         "class A:\n    def work(self):\n        try:\n            pass\n        except Exception:\n            pass\n"
         "def narrow():\n    try:\n        pass\n    except OSError:\n        pass\n"
         "def raising():\n    try:\n        pass\n    except Exception:\n        raise\n"
+        "def helped():\n    with logged(log, 'bug'):\n        pass\n"
+        "def helped_by_name():\n    return edges.attempt(work, str)\n"
     )
     (module,) = read_package(tmp_path)
-    assert [name.partition(":")[2] for name in places_of(module)] == ["A.work"]
+    assert [name.partition(":")[2] for name in places_of(module)] == ["A.work", "helped", "helped_by_name"]

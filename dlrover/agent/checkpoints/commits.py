@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from dlrover.agent.checkpoints.break_points import BreakPointSaves
 from dlrover.agent.checkpoints.duties import DutyLine, DutyRelay
+from dlrover.host.edges import logged
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.checkpoint import (
     CheckpointCommitted,
@@ -186,6 +187,13 @@ class NodeCommits:
     async def _obey(self, duty: CommitCheckpoint) -> None:
         """Commit what all shards were reported of."""
         assert self.line is not None, "the master was heard"
+        told = None
+        with logged(log, "bug in the saver: step %d was not committed. Training goes on.", duty.step):
+            told = await self._commit_on(duty)
+        if told is not None:
+            await self.line.tell(told)
+
+    async def _commit_on(self, duty: CommitCheckpoint) -> CheckpointCommitted | CheckpointFailed:
         request, _begun_at = self._requests.get((duty.directory, duty.attempt), (None, 0.0))
         try:
             if request is None:
@@ -195,20 +203,14 @@ class NodeCommits:
             await self._in_thread(self._commit_as_told, request, duty)
         except (OSError, DLRoverError) as error:
             reason = str(error) or type(error).__name__
-            await self.line.tell(
-                CheckpointFailed(
-                    directory=duty.directory,
-                    attempt=duty.attempt,
-                    step=duty.step,
-                    reason=reason,
-                    num_shards=duty.num_shards,
-                )
+            return CheckpointFailed(
+                directory=duty.directory,
+                attempt=duty.attempt,
+                step=duty.step,
+                reason=reason,
+                num_shards=duty.num_shards,
             )
-            return
-        except Exception:  # the root of a task: a bug here must neither be silent nor end the job
-            log.exception("bug in the saver: step %d was not committed. Training goes on.", duty.step)
-            return
-        await self.line.tell(CheckpointCommitted(directory=duty.directory, attempt=duty.attempt, step=duty.step))
+        return CheckpointCommitted(directory=duty.directory, attempt=duty.attempt, step=duty.step)
 
     def _commit_as_told(self, request: SaveRequest, duty: CommitCheckpoint) -> None:
         if duty.is_waiting:

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from dlrover.agent.checkpoints.break_points import BreakPointSaves, Held, copied_slots, describe, in_order, pin_held
 from dlrover.agent.checkpoints.commits import NICENESS, NodeCommits, is_due, nice_pool
 from dlrover.agent.checkpoints.duties import DutyRelay
+from dlrover.host.edges import logged
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import DLRoverError
 from dlrover.protocol.messages.checkpoint import (
@@ -361,45 +362,42 @@ class Saver:
         task.add_done_callback(self._tasks.discard)
 
     async def _save(self, pinned: PinnedSlot, request: SaveRequest, is_adopted: bool) -> None:
-        loop = asyncio.get_running_loop()
-        begun_at = time.monotonic()
-        try:
-            async with self._turn:
-                try:
-                    if is_adopted and not await loop.run_in_executor(self._writer, is_due, request):
-                        return
-                    limit = self._config.bytes_per_second or None
-                    options = WriteOptions(nice=NICENESS, bytes_per_second=limit, hurry=self._hurry)
-                    round_ = Round(pinned.record.round)
-                    is_foreign = self._is_foreign(pinned)
-                    digest = await loop.run_in_executor(
-                        self._writer,
-                        lambda: persist(pinned, request, options=options, stop=self._stop, is_foreign=is_foreign),
-                    )
-                finally:
-                    release(pinned)
-            await self._commits.settle(request, round_, digest, begun_at, is_adopted=is_adopted)
-        except (OSError, DLRoverError) as error:
-            self._known.discard(_key(request))  # a break point may try it again
-            self._report(
-                f"{type(error).__name__} {getattr(error, 'errno', '')}{getattr(error, 'code', '')} {request.directory}",
-                f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
-                "Training goes on, and the next save is tried as usual.",
-            )
-            await self._commits.tell_failure(request, error)
-            return
-        except Exception:  # the root of a task: a bug here must neither be silent nor end the job
-            log.exception(
-                "bug in the saver: the checkpoint of step %d was not written. Training goes on.", request.step
-            )
-            return
-        self._reported = {
-            key: at
-            for key, at in self._reported.items()
-            if at > begun_at  # storage failed while this save only waited for the others
-            or ErrorCode.ANOTHER_JOB in key  # it goes on, however often we are quicker
-        }
-        log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
+        text = "bug in the saver: the checkpoint of step %d was not written. Training goes on."
+        with logged(log, text, request.step):  # a bug here must neither be silent nor end the job
+            loop = asyncio.get_running_loop()
+            begun_at = time.monotonic()
+            try:
+                async with self._turn:
+                    try:
+                        if is_adopted and not await loop.run_in_executor(self._writer, is_due, request):
+                            return
+                        limit = self._config.bytes_per_second or None
+                        options = WriteOptions(nice=NICENESS, bytes_per_second=limit, hurry=self._hurry)
+                        round_ = Round(pinned.record.round)
+                        is_foreign = self._is_foreign(pinned)
+                        digest = await loop.run_in_executor(
+                            self._writer,
+                            lambda: persist(pinned, request, options=options, stop=self._stop, is_foreign=is_foreign),
+                        )
+                    finally:
+                        release(pinned)
+                await self._commits.settle(request, round_, digest, begun_at, is_adopted=is_adopted)
+            except (OSError, DLRoverError) as error:
+                self._known.discard(_key(request))  # a break point may try it again
+                self._report(
+                    f"{type(error).__name__} {getattr(error, 'errno', '')}{getattr(error, 'code', '')} {request.directory}",
+                    f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
+                    "Training goes on, and the next save is tried as usual.",
+                )
+                await self._commits.tell_failure(request, error)
+                return
+            self._reported = {
+                key: at
+                for key, at in self._reported.items()
+                if at > begun_at  # storage failed while this save only waited for the others
+                or ErrorCode.ANOTHER_JOB in key  # it goes on, however often we are quicker
+            }
+            log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
 
     def _start_summing(self) -> None:
         if self._to_sum and (self._summing is None or self._summing.done()):

@@ -18,6 +18,7 @@ from typing import Any
 from dlrover.agent.monitor.old_diagnosis_data import DiagnosisData
 from dlrover.agent.monitor.scrape import ScrapeError
 from dlrover.host import side_thread
+from dlrover.host.edges import attempt
 from dlrover.host.extensions import NoAnswer, TimedCalls, build_installed
 from dlrover.protocol.messages.job import Incarnation, NodeId
 from dlrover.protocol.messages.watch import MAX_SAMPLE_TEXT, MAX_SERIES, MAX_TEXT, SampleTaken, WatchObservation
@@ -146,10 +147,9 @@ def _checked(answer: object) -> tuple[dict[str, float], str]:
 
 
 def _interval(collector: Any, shortest: float) -> float:
-    try:
-        interval = getattr(collector, "interval", USUAL_INTERVAL)
-    except Exception as error:  # a property of the user's
+    def tell(error: Exception) -> None:
         log.warning("a collector's interval is taken for %g s: %s: %s", USUAL_INTERVAL, type(error).__name__, error)
-        return USUAL_INTERVAL
+
+    interval: Any = attempt(lambda: getattr(collector, "interval", None), tell)  # a property of the user's
     is_number = isinstance(interval, int | float) and math.isfinite(interval)
     return max(shortest, float(interval)) if is_number else USUAL_INTERVAL

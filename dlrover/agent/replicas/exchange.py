@@ -33,6 +33,7 @@ from dlrover.agent.replicas.fetching import SnapshotFetch
 from dlrover.agent.replicas.parity_exchange import ParityGroup, await_group, give_pieces
 from dlrover.agent.replicas.store import ReplicaStore, header_of, meta_of
 from dlrover.agent.replicas.wire import PeerConnection, PeerServer, RateLimit, Secret, be_nice, connect
+from dlrover.host.edges import logged
 from dlrover.protocol.addresses import TlsConfig
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, DLRoverError, Rejected, Unavailable
@@ -107,12 +108,11 @@ class ReplicaExchange:
 
     async def enter(self, world: WorldSpec, *, node: NodeId, node_rank: NodeRank, ask: SnapshotRelay) -> None:
         """Workers of this world are about to start here: have their snapshots ready, as far as that is possible in time."""
-        try:
-            await self._enter(world, node, node_rank, ask)
-        except (OSError, DLRoverError) as error:
-            log.warning("this node cannot fetch snapshots of other nodes in round %d: %s", world.round, error)
-        except Exception:  # the workers must start whatever happens here
-            log.exception("bug while snapshots were fetched")
+        with logged(log, "bug while snapshots were fetched"):  # the workers must start whatever happens here
+            try:
+                await self._enter(world, node, node_rank, ask)
+            except (OSError, DLRoverError) as error:
+                log.warning("this node cannot fetch snapshots of other nodes in round %d: %s", world.round, error)
 
     def offer(self, name: SlotName) -> None:
         """A slot of this node is complete and summed."""
@@ -144,15 +144,14 @@ class ReplicaExchange:
         while (name := self._offered.pop(path, None)) is not None:
             world = self._world
             assert world is not None, "nothing is pushed before the first round"
-            try:
-                await self._push(name)
-            except (OSError, DLRoverError) as error:
-                if world is not self._world:
-                    log.info("step %d was not copied in round %d, which is over: %s", name.step, world.round, error)
-                    continue
-                self._tell(f"{type(error).__name__}", f"step {name.step} has no copy on another node: {error}")
-            except Exception:  # the root of a task
-                log.exception("bug: step %d has no copy on another node", name.step)
+            with logged(log, "bug: step %d has no copy on another node", name.step):
+                try:
+                    await self._push(name)
+                except (OSError, DLRoverError) as error:
+                    if world is not self._world:
+                        log.info("step %d was not copied in round %d, which is over: %s", name.step, world.round, error)
+                        continue
+                    self._tell(f"{type(error).__name__}", f"step {name.step} has no copy on another node: {error}")
 
     async def _push(self, name: SlotName) -> None:
         pinned = pin_newest(name.path, name.slot, name.generation)

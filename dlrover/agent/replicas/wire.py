@@ -31,6 +31,7 @@ from typing import Any, Self, TypeVar, overload
 import msgspec
 
 from dlrover.agent.replicas.handshakes import HANDSHAKE, Caller, Handshakes
+from dlrover.host.edges import logged
 from dlrover.protocol.addresses import Address, TlsConfig, is_loopback, parse_address
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, Rejected, Unavailable
@@ -313,6 +314,16 @@ class PeerServer:
         with self._lock:
             self._open.add(caller)
         try:
+            with logged(log, "bug while a peer was served"):
+                self._talk(caller)
+        finally:
+            with self._lock:
+                self._open.discard(caller)
+            self._handshakes.end(caller)
+            caller.socket.close()
+
+    def _talk(self, caller: Caller) -> None:
+        try:
             connection = self._prove_each_other(caller)
             if connection is not None:
                 self._serve_peer(connection)
@@ -320,13 +331,6 @@ class PeerServer:
             log.debug("a peer's connection ended: %s", error)
         except Rejected as error:
             log.warning("a peer was refused: %s", error)
-        except Exception:  # the root of a thread
-            log.exception("bug while a peer was served")
-        finally:
-            with self._lock:
-                self._open.discard(caller)
-            self._handshakes.end(caller)
-            caller.socket.close()
 
     def _prove_each_other(self, caller: Caller) -> PeerConnection | None:
         """None: it is a stranger. Raises OSError and Unavailable."""

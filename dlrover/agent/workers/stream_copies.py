@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from dlrover.host.console import write_all
+from dlrover.host.edges import logged
 from dlrover.protocol.messages.job import MAX_FAILURE_BYTES
 
 _log = logging.getLogger(__name__)
@@ -283,19 +284,15 @@ class Pump:
         with self._lock:
             calls, self._calls = self._calls, []
         for call in calls:
-            try:
+            text = "bug in dlrover: copying the workers' output failed; some lines may be missing from their logs"
+            with logged(_log, text):  # a bug in one request must not end the thread
                 call()
-            except Exception:  # the edge of the thread: a bug in one request must not end it
-                _log.exception(
-                    "bug in dlrover: copying the workers' output failed; some lines may be missing from their logs"
-                )
 
     def _copy(self, copy: Copy, at_most: int = 64) -> None:
-        try:
+        with logged(_log, "a stream of the workers' cannot be read any more"):
             self._read(copy, at_most)
-        except Exception:  # the same
-            _log.exception("a stream of the workers' cannot be read any more")
-            self._end(copy)
+            return
+        self._end(copy)
 
     def _read(self, copy: Copy, at_most: int) -> None:
         """Until nothing is there now. Bounded, so that one who prints without end does not starve the others."""
@@ -316,13 +313,12 @@ class Pump:
             return  # still read: the worker would end by a closed pipe
         if copy.before is not None:
             self._copy(copy.before)  # what it had written before it changed over
-        try:
+        with logged(_log, "bug in the copying of the workers' output: the rest of a stream is not shown"):
             with self._timed():
                 copy.take(data)
             self._note_held(copy)
-        except Exception:  # the same
-            copy.is_broken = True
-            _log.exception("bug in the copying of the workers' output: the rest of a stream is not shown")
+            return
+        copy.is_broken = True
 
     def _end(self, copy: Copy) -> None:
         if copy.descriptor < 0:
@@ -331,11 +327,8 @@ class Pump:
             self._selector.unregister(copy.descriptor)
         os.close(copy.descriptor)
         copy.descriptor = -1
-        try:
-            with self._timed():
-                copy.finish()
-        except Exception:  # the same
-            _log.exception("bug at the end of a stream of the workers'")
+        with logged(_log, "bug at the end of a stream of the workers'"), self._timed():
+            copy.finish()
         self._note_held(copy)
 
     @contextlib.contextmanager

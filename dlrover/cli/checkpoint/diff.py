@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from dlrover.cli.checkpoint.listing import CheckpointPlace, open_place, read_manifest
 from dlrover.cli.checkpoint.tensors import checkpoint_path, load_flat
+from dlrover.host.edges import attempt
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.manifest import (
     GlobalManifest,
@@ -172,10 +173,8 @@ def _largest(was: Any, now: Any) -> float | None:
 
 
 def _differs(was: Any, now: Any) -> bool:
-    try:
-        return bool(was != now)
-    except Exception:  # an object of the user's, whose comparison is his code
-        return True
+    # An object of the user's brings its own comparison.
+    return attempt(lambda: bool(was != now), lambda _error: True)
 
 
 def _say(value: Any) -> str:

@@ -27,6 +27,7 @@ from dlrover.cli.options.environment import read_environment
 from dlrover.cli.ray.bulletin import Bulletin
 from dlrover.cli.ray.messages import PLAN, HostAccount, JobOver, RayJobPlan, pack
 from dlrover.cli.ray.node import LauncherActor
+from dlrover.host.edges import contained
 from dlrover.master.config import MasterConfig
 from dlrover.platforms.hosted.table import HostConfig, NodeHost
 from dlrover.platforms.local.memory_limits import MemoryLimits
@@ -150,13 +151,14 @@ class RayHost:
     # The job.
 
     async def _live(self, secrets: JobSecrets | None) -> None:
-        try:
-            if await self._begin(secrets):
-                await self._is_over.wait()
-        except Exception as error:  # the edge of a task: drivers have to hear of it, and the nodes have to end
+        def tell(error: Exception) -> None:
             log.exception("the host failed job=%s", self._job_uid)
             what = "" if isinstance(error, DLRoverError) else f"{type(error).__name__}: "
             self._conclude(EXIT_MASTER_LOST, f"The job cannot be hosted on {_own_address()}: {what}{error}")
+
+        with contained(tell):  # drivers have to hear of it, and the nodes have to end
+            if await self._begin(secrets):
+                await self._is_over.wait()
         await self._finish()
 
     async def _begin(self, secrets: JobSecrets | None) -> bool:

@@ -11,11 +11,13 @@ import importlib
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from dlrover.compat.launch.ports import find_free_port_from_env
 from dlrover.compat.names.constants import CommunicationType, HangDetectionStrategy, PendingTimeoutStrategyType, UserEnv
 from dlrover.compat.tools.singleton import Singleton
+from dlrover.host.edges import contained
 
 log = logging.getLogger(__name__)
 
@@ -170,10 +172,9 @@ class Context(Singleton):
         """One object of each class that can be imported; the others are left out with a warning."""
         operators = []
         for named in self.pre_check_operators or ():
-            try:
+            tell = partial(log.warning, "The pre-check operator %r is left out: %s", named)
+            with contained(tell):  # an import and a constructor run the user's code
                 operators.append(_class_of(named)())
-            except Exception as error:  # an import and a constructor run the user's code
-                log.warning("The pre-check operator %r is left out: %s", named, error)
         return operators
 
     def is_pre_check_operator_bypass(self, pre_check_op: object) -> bool:

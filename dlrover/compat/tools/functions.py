@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from dlrover.host.edges import contained, handed_over
+
 log = logging.getLogger(__name__)
 
 TIMEOUT_MAX = 24 * 60 * 60
@@ -56,10 +58,8 @@ def threading_timeout(secs: float = -1, callback_func: Callable[[], float] | Non
             errors: list[BaseException] = []
 
             def run() -> None:
-                try:
+                with handed_over(errors.append):
                     results.append(function(*arguments, **named))
-                except BaseException as error:  # raised again by who waits
-                    errors.append(error)
 
             thread = threading.Thread(target=run, name=function.__name__, daemon=True)
             thread.start()
@@ -102,11 +102,9 @@ def ignore_exceptions() -> Decorator:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def ignoring(*arguments: Any, **named: Any) -> Any:
-            try:
+            with contained(lambda _error: log.warning("%s failed", function.__name__, exc_info=True)):
                 return function(*arguments, **named)
-            except Exception:
-                log.warning("%s failed", function.__name__, exc_info=True)
-                return None
+            return None
 
         return ignoring
 

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from dlrover.core.outcome import Outcome
 from dlrover.core.state import JobState
+from dlrover.host.edges import logged
 from dlrover.master.brain.outbox import BrainOutbox
 from dlrover.master.brain.past_runs import past_runs
 from dlrover.master.config import BrainTerms
@@ -196,11 +197,9 @@ class BrainClient:
 
     async def run(self) -> None:
         """Until cancelled. A mistake in here costs the job its Brain, never its master."""
-        try:
+        with logged(log, "brain is left alone until the next master of this job: an unexpected error"):
             await self._converse()
-        except Exception:
-            log.exception("brain is left alone until the next master of this job: an unexpected error")
-            await asyncio.get_running_loop().create_future()  # the master ends when a task of its own returns
+        await asyncio.get_running_loop().create_future()  # the master ends when a task of its own returns
 
     async def _converse(self) -> None:
         pause = self._patience.first_pause

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from dlrover.core.check.pre_check import is_wanted
 from dlrover.core.goodput.events import WARN, event
 from dlrover.core.outcome import Outcome
+from dlrover.host.edges import Edge, exit_contained
 from dlrover.master.diagnosis.old_actions import (
     DiagnosisAction,
     DiagnosisActionQueue,
@@ -179,11 +180,9 @@ class PreCheckRunner:
         """With the words about it."""
         if result is None:
             return OperatorState.BROKEN, self._trouble
-        try:
+        with self._foreign(operator, "returned a result that is not valid (%s)"):  # what is in it is the user's, too
             return _state_of(operator, result), _text(result.result_msg)
-        except (Exception, SystemExit) as error:  # what is in it is the user's, too
-            self._broken(operator, f"returned a result that is not valid ({type(error).__name__}: {error})")
-            return OperatorState.BROKEN, self._trouble
+        return OperatorState.BROKEN, self._trouble
 
     async def _call(self, operator: Operator, call: Callable[[], object]) -> object:
         threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="pre-check")
@@ -193,11 +192,12 @@ class PreCheckRunner:
         if not done:
             self._broken(operator, f"took longer than {self._time_limit:g} s")
             return None
-        try:
+        with self._foreign(operator, "raised %s"):  # an operator may raise anything; the job goes on without its answer
             return running.result()
-        except (Exception, SystemExit) as error:  # an operator may raise anything; the job goes on without its answer
-            self._broken(operator, f"raised {type(error).__name__}: {error}")
-            return None
+        return None
+
+    def _foreign(self, operator: Operator, trouble: str) -> Edge:
+        return exit_contained(lambda error: self._broken(operator, trouble % f"{type(error).__name__}: {error}"))
 
     def _broken(self, operator: Operator, what: str) -> None:
         text = f"The pre-check {operator.name} {what}. The job goes on without it; correct its code."
@@ -214,16 +214,17 @@ class PreCheckRunner:
             return operator.plugin.failed_actions(result_msg=result.result_msg, abnormal_nodes=nodes)
 
         answer = await self._call(operator, wishes)
-        try:
+        with self._foreign(
+            operator, "asked for an action that is not possible (%s)"
+        ):  # the actions' fields are the user's, too
             for action in answer if isinstance(answer, list | tuple) else ():
                 if isinstance(action, DiagnosisAction):
                     self._actions.add_action(action)
             while not isinstance(action := self._actions.next_action(DiagnosisConstant.MASTER_INSTANCE), NoAction):
                 await self._carry_out(action)
-        except (Exception, SystemExit) as error:  # the actions' fields are the user's: numbers that are none, and so on
-            self._broken(operator, f"asked for an action that is not possible ({type(error).__name__}: {error})")
-            self._actions.clear_actions()
-        return not self._trouble
+            return not self._trouble
+        self._actions.clear_actions()
+        return False
 
     async def _carry_out(self, action: DiagnosisAction) -> None:
         try:
@@ -264,10 +265,9 @@ def _state_of(operator: Operator, result: PreCheckResult) -> OperatorState:
 
 
 def _interval(operator: Operator) -> float:
-    try:
+    seconds = 5.0
+    with exit_contained(lambda _error: None):  # of the user; what it is about is not worth more
         seconds = float(operator.plugin.get_retry_interval_secs())
-    except (Exception, SystemExit):  # of the user; what it is about is not worth more
-        return 5.0
     return min(max(seconds, 0.1), 600.0)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dlrover.host.edges import exit_contained
 from dlrover.host.extensions import UnusableExtension, build
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.goodput import JobEvent
@@ -167,8 +168,8 @@ def _reason(error: Exception) -> str:
 class _Guarded(_Apart):
     """A reporter of the user's: what it raises is its own matter, and so is for how long it is busy."""
 
-    def __init__(self, reporter: EventReporter, name: str) -> None:
-        super().__init__("event-reporter", USER_TIMEOUT)
+    def __init__(self, reporter: EventReporter, name: str, user_timeout: float) -> None:
+        super().__init__("event-reporter", user_timeout)
         self._reporter = reporter
         self._name = name
         self._has_failed = False
@@ -181,21 +182,20 @@ class _Guarded(_Apart):
 
     def _work(self) -> None:
         super()._work()
-        try:
+        with exit_contained(lambda _error: log.exception("event reporter could not be closed name=%s", self._name)):
             self._reporter.close()
-        except (Exception, SystemExit):  # an extension
-            log.exception("event reporter could not be closed name=%s", self._name)
 
     def _warn(self, why: str) -> None:
         log.warning("event reporter lost num_events=%d name=%s reason=%s", self.num_lost, self._name, why)
 
     def _send(self, event: JobEvent) -> None:
-        try:
+        with exit_contained(self._note_failure):
             self._reporter.report(event)
-        except (Exception, SystemExit):  # an extension
-            if not self._has_failed:
-                log.exception("event reporter failed name=%s; further failures are not logged", self._name)
-            self._has_failed = True
+
+    def _note_failure(self, _error: object) -> None:
+        if not self._has_failed:
+            log.exception("event reporter failed name=%s; further failures are not logged", self._name)
+        self._has_failed = True
 
 
 class _Historical:
@@ -216,12 +216,12 @@ def _translated(reporter: Any) -> EventReporter:
     return _Historical(reporter) if is_historical else reporter
 
 
-def build_reporters(names: Sequence[str]) -> list[EventReporter]:
+def build_reporters(names: Sequence[str], *, user_timeout: float = USER_TIMEOUT) -> list[EventReporter]:
     """`log`, `file:PATH`, `http://...`, `https://...` or `module::Class`. Raises ConfigError."""
-    return [_build(name) for name in names]
+    return [_build(name, user_timeout) for name in names]
 
 
-def _build(name: str) -> EventReporter:
+def _build(name: str, user_timeout: float) -> EventReporter:
     if name == "log":
         return LogReporter()
     if name.startswith("file:"):
@@ -231,7 +231,7 @@ def _build(name: str) -> EventReporter:
     if "::" not in name:
         raise ConfigError(f"event reporter {_receiver(name)!r}: give log, file:PATH, a URL, or module::Class.")
     try:
-        return _Guarded(_translated(build(name, method="report")), name)
+        return _Guarded(_translated(build(name, method="report")), name, user_timeout)
     except (UnusableExtension, TypeError, ValueError) as error:  # the last two: a method without a signature
         raise ConfigError(f"event reporter {name}: {error}") from error
 

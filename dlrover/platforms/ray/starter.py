@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from dlrover.host.edges import contained
 from dlrover.platforms.base import NodeRoom, check_size
 from dlrover.platforms.hosted.starter import FoundNode, HostLedger, NodeEnding, OnWaiting, ending_of, short_name
 from dlrover.platforms.ray import cluster
@@ -175,23 +176,25 @@ class RayNode:
     async def _live(self) -> None:
         import ray.exceptions
 
-        try:
-            if self.actor is None:
-                await self._find_place()
-            else:
-                await self._await_start(self.actor.run.remote(pack(self._starter.order(self.intent))), may_move=False)
-            self._printing = asyncio.ensure_future(self._print())
-            self._fence = asyncio.ensure_future(self._watch_fence())
-            self._finish(END.decode(await self.actor.wait.remote()))
-        except _GivenUp:
-            self._finish(ActorEnd(exit_code=128 + signal.SIGTERM))
-        except ray.exceptions.RayError as error:
-            await self._on_lost(error)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # the edge of a task: whatever it is, the master has to hear of this node
+        def tell(error: Exception) -> None:
             log.exception("node failed node=%s", self.intent.name)
             self._finish(ActorEnd(exit_code=EXIT_NO_START, cause=f"{type(error).__name__}: {error}"))
+
+        with contained(tell):  # whatever it is, the master has to hear of this node
+            try:
+                if self.actor is None:
+                    await self._find_place()
+                else:
+                    await self._await_start(
+                        self.actor.run.remote(pack(self._starter.order(self.intent))), may_move=False
+                    )
+                self._printing = asyncio.ensure_future(self._print())
+                self._fence = asyncio.ensure_future(self._watch_fence())
+                self._finish(END.decode(await self.actor.wait.remote()))
+            except _GivenUp:
+                self._finish(ActorEnd(exit_code=128 + signal.SIGTERM))
+            except ray.exceptions.RayError as error:
+                await self._on_lost(error)
 
     async def _find_place(self) -> None:
         """Until the actor runs. It is in Ray's queue meanwhile, where the autoscaler sees what it asks for."""

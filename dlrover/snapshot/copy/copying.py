@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from dlrover.host.edges import handed_over
 from dlrover.snapshot.copy.streaming import LINE_BYTES, Stream, load_streaming_copy
 
 PIECE_BYTES = 8 * 1024 * 1024
@@ -212,12 +213,13 @@ class _BundledWork(_Work):
     def run(self) -> None:
         """`next` of a count is one step of the interpreter, so no two threads get the same bundle."""
         while (index := next(self._ticket)) < len(self._bundles):
-            try:
+            with handed_over(self._keep_error):
                 for span in self._bundles[index]:
                     self._copy_one(*span)
-            except BaseException as error:  # told to whoever waits, in whatever thread
-                self._error = error
             self._count(1)
+
+    def _keep_error(self, error: BaseException) -> None:
+        self._error = error
 
 
 def _blocks(spans: Iterable[CopySpan]) -> list[int]:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from dlrover.host.edges import handed_over
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.memory.checksum import combine_crc32, crc32
 from dlrover.snapshot.memory.segment_format import round_up
@@ -164,10 +165,8 @@ def run_in_threads(task: Callable[[], None], num_threads: int) -> None:
     errors: list[BaseException] = []
 
     def run() -> None:
-        try:
+        with handed_over(errors.append):
             task()
-        except BaseException as error:
-            errors.append(error)
 
     threads = [threading.Thread(target=run, name=f"dlrover-write-{index}") for index in range(num_threads)]
     for thread in threads:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from dlrover.host.edges import contained
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.class_meta import ClassMeta, Rebuildable, build, describe
 from dlrover.snapshot.storage.retention import KeepInterval, KeepLatest, MoreRules
@@ -164,10 +165,8 @@ _DECODER = msgspec.json.Decoder(_Question)
 
 def _delete(delete_func: Callable[[str], object], path: str) -> None:
     """Failures are told, never raised: training goes on with a full disk rather than not at all."""
-    try:
+    with contained(lambda error: log.warning("%s could not be deleted: %s", path, error)):
         delete_func(path)
-    except Exception as error:  # the function is the caller's
-        log.warning("%s could not be deleted: %s", path, error)
 
 
 def _answer(question: bytes) -> list[str]:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from dlrover.host.edges import contained
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.data import (
     NO_STEP,
@@ -343,21 +344,20 @@ class ShardFeed:
         self._num_used, self._used_since = 0, time.monotonic()
 
     def _run(self) -> None:
-        try:
-            while (message := self._next_message()) is not None:
-                self._exchange(message)
-        except DLRoverError as error:
+
+        def tell(error: Exception) -> None:
+            is_ours = isinstance(error, DLRoverError)
+            if not is_ours:
+                log.exception("bug in dlrover: this worker gets no more shards of %r", self.spec.name)
             with self._news:
-                self._trouble = DataUnavailable(f"This worker gets no more shards of {self.spec.name!r}: {error}")
+                reason = f": {error}" if is_ours else f" because of a bug in dlrover: {error!r}"
+                self._trouble = DataUnavailable(f"This worker gets no more shards of {self.spec.name!r}{reason}")
                 self._trouble.__cause__ = error
                 self._news.notify_all()
-        except Exception as error:  # the edge of the thread: readers must not wait for it in vain
-            log.exception("bug in dlrover: this worker gets no more shards of %r", self.spec.name)
-            with self._news:
-                self._trouble = DataUnavailable(
-                    f"This worker gets no more shards of {self.spec.name!r} because of a bug in dlrover: {error!r}"
-                )
-                self._news.notify_all()
+
+        with contained(tell):  # readers must not wait for this thread in vain
+            while (message := self._next_message()) is not None:
+                self._exchange(message)
 
     def _next_message(self) -> ExchangeShards | None:
         """Wait for something to say. None: closed."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrover.host.edges import contained
 from dlrover.trainer.data_sources.directory_events import DirectoryEvents
 from dlrover.trainer.data_sources.lines import decoded_lines
 from dlrover.trainer.data_sources.record_index import RecordIndex
@@ -118,11 +119,12 @@ class TailWatch:
             raise self.trouble
 
     def _run(self) -> None:
-        try:
+        with contained(self._note_trouble):  # readers would wait for ever for data that no thread finds
             self._watch()
-        except Exception as error:  # the edge of the thread: readers would wait for ever for data that nobody tells of
-            log.error("reading of new data in %s has stopped: %s", self._tail.folder, error)
-            self.trouble = error
+
+    def _note_trouble(self, error: Exception) -> None:
+        log.error("reading of new data in %s has stopped: %s", self._tail.folder, error)
+        self.trouble = error
 
     def _watch(self) -> None:
         changed: Iterable[str] | None = None

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from io import TextIOWrapper
 from typing import IO, Protocol
 
+from dlrover.host.edges import contained
 from dlrover.host.ownership import make_directory, open_checked
 from dlrover.trainer.events.event import Event
 from dlrover.trainer.events.settings import EventSettings
@@ -158,11 +159,12 @@ class AsyncExporter:
 
     def _work(self) -> None:
         while (event := self._queue.get()) is not None:
-            try:
+            with contained(self._note_error):  # the next event may do better
                 self._inner.export(event)
-            except Exception as error:  # the edge of this thread: the next event may do better
-                self.num_errors += 1
-                own_log().warning("event not exported: %r", error)
+
+    def _note_error(self, error: Exception) -> None:
+        self.num_errors += 1
+        own_log().warning("event not exported: %r", error)
 
 
 def build_exporter(settings: EventSettings) -> Exporter:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dlrover.host.edges import contained
 from dlrover.host.ownership import NotOurs, make_directory
 from dlrover.trainer.events.event import Event, EventType, new_id
 from dlrover.trainer.events.exporters import Exporter, build_exporter, configure_own_log, own_log
@@ -56,10 +57,8 @@ def safe(method: Method) -> Method:
         try:
             return method(*arguments, **named)
         except Exception as error:
-            try:
+            with contained(lambda _error: None):  # a full disk, perhaps
                 own_log().warning("%s failed: %r", method.__qualname__, error)
-            except Exception:  # a full disk, perhaps
-                pass
             return Nothing()
 
     return guarded  # type: ignore[return-value]

@@ -28,6 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from dlrover.agreed.lost_peers import tells_of_lost_peer
+from dlrover.host.edges import attempt
 from dlrover.host.lifeline import follow_parent
 from dlrover.host.processes import look_up
 from dlrover.protocol.messages.spawning import ForkWorker
@@ -408,10 +409,8 @@ def exception_types(error: BaseException) -> list[str]:
 
 
 def _say(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the user's own
-        return f"{type(error).__name__}: <exception str() failed>"  # Python's words for it
+    name = type(error).__name__
+    return attempt(lambda: f"{name}: {error}", lambda _error: f"{name}: <exception str() failed>")  # as Python says it
 
 
 def hold_stderr(path: str) -> None:

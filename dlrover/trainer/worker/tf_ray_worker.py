@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from dlrover.host.edges import contained
+
 _FLAGS = ("conf", "ps_num", "worker_num", "evaluator_num", "task_type", "task_id", "enable_auto_scaling")
 _TAIL = 20
 """Lines of the process that its failure shows."""
@@ -43,13 +45,15 @@ class TFRayWorker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        try:
+        with contained(self._note_failure):
             if os.environ.get("DLROVER_AGENT_SOCKET"):
                 self._work()
             else:
                 self._start()
-        except Exception as error:  # the edge of the thread: the next health check tells of it
-            self._failure = f"{type(error).__name__}: {error}"
+
+    def _note_failure(self, error: Exception) -> None:
+        """The next health check tells of it."""
+        self._failure = f"{type(error).__name__}: {error}"
 
     def _work(self) -> None:
         from dlrover.trainer.tensorflow.process import run_task

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dlrover.host.edges import contained
 from dlrover.host.lifeline import follow_parent
 from dlrover.protocol.local_frames import receive_frame, send_frame
 from dlrover.protocol.messages.spawning import (
@@ -278,12 +279,8 @@ class _Zygote:
         if torch.distributed.is_available():
             importlib.import_module("torch.distributed")
         unwanted = [name for name in _split(self._arguments.preload) if name.startswith("-")]
-        try:
-            if _NO_COMPILER not in unwanted:
-                importlib.import_module("torch._dynamo")
-        except Exception as error:
-            # Some builds lack it; the first optimizer of a worker then pays for what it finds.
-            print(f"dlrover: torch._dynamo is not preloaded ({type(error).__name__}: {error})", file=sys.stderr)
+        if _NO_COMPILER not in unwanted:
+            _preload("torch._dynamo")  # without it, the first optimizer of a worker pays for what it finds
         for name in ("progress_hooks", "flight_recorder"):  # what every worker installs
             importlib.import_module(f"dlrover.trainer.torch.hooks.{name}")
         if obstacle := _obstacle_to_forks():
@@ -294,13 +291,7 @@ class _Zygote:
         is_wanted = _NO_FLASH_CHECKPOINT not in _split(self._arguments.preload)
         if self._is_warm and is_wanted and not self._has_flash_checkpoint:
             self._has_flash_checkpoint = True
-            try:
-                importlib.import_module(_FLASH_CHECKPOINT)
-            except Exception as error:
-                # A script that uses it will hear of it; the others need not care.
-                print(
-                    f"dlrover: {_FLASH_CHECKPOINT} is not preloaded ({type(error).__name__}: {error})", file=sys.stderr
-                )
+            _preload(_FLASH_CHECKPOINT)
             gc.freeze()
 
     def _restart(self, obstacle: _CannotWarmError) -> None:
@@ -468,6 +459,16 @@ class _Zygote:
 def _is_read_at_import(name: bytes) -> bool:
     text = os.fsdecode(name)
     return text.startswith(_READ_AT_IMPORT) and not text.startswith(_READ_LATER)
+
+
+def _preload(name: str) -> None:
+    """What uses it imports it in any case and gets the error; the others need not care."""
+
+    def tell(error: Exception) -> None:
+        print(f"dlrover: {name} is not preloaded ({type(error).__name__}: {error})", file=sys.stderr)
+
+    with contained(tell):
+        importlib.import_module(name)
 
 
 def _split(names: str) -> list[str]:

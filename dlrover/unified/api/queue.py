@@ -14,6 +14,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from dlrover.host.edges import contained
 from dlrover.protocol.errors import ConfigError
 from dlrover.unified.runtime.calls import CallFuture, RoleActor
 from dlrover.unified.runtime.current import current
@@ -91,11 +92,8 @@ class DataQueue(Generic[T]):
         future: Future[None] = Future()
 
         def work() -> None:
-            try:
+            with contained(future.set_exception):  # raised where it is waited for
                 self.put(*objs)
-            except Exception as error:  # handed to the one who waits
-                future.set_exception(error)
-            else:
                 future.set_result(None)
 
         threading.Thread(target=work, name=f"put {self.name}", daemon=True).start()

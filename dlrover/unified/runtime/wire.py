@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
+from dlrover.host.edges import attempt, contained
 from dlrover.protocol.errors import DLRoverError, JobError
 
 Parts = Sequence[Any]
@@ -123,12 +124,15 @@ def raised(error: BaseException, method: str, name: str) -> Raised:
     if isinstance(error, CallRefused):
         return Raised(REFUSED, str(error))
     text = "".join(traceback.format_exception(error)).strip()
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:  # an object of the user's: it may fail in any way
-        data = b""
+    data = attempt(lambda: _checked(error), lambda _error: b"")  # an object of the user's: it may fail in any way
     return Raised(FAILED, f"{method} of {name} raised {type(error).__name__}: {error}\n{text}", data)
+
+
+def _checked(error: BaseException) -> bytes:
+    """It can be read again."""
+    data = pickle.dumps(error)
+    pickle.loads(data)
+    return data
 
 
 def as_error(error: Raised) -> DLRoverError:
@@ -146,10 +150,9 @@ def as_error(error: Raised) -> DLRoverError:
         return Ending(error.text)
     failure = CallFailed(error.text)
     if error.data:
-        try:
+        # The class may exist at the callee only.
+        with contained(lambda reason: failure.add_note(f"The error itself cannot be shown here: {reason}")):
             failure.__cause__ = pickle.loads(error.data)
-        except Exception as reason:  # the class exists at the callee only
-            failure.add_note(f"The error itself cannot be shown here: {reason}")
     return failure
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+from dlrover.host.edges import attempt
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.data import NO_STEP
 from dlrover.trainer.data.loader_service import LoaderClient, LoaderService
@@ -208,17 +209,23 @@ class RecordService(LoaderService[RecordsAsked]):
         ask = self._waiting[connection]
         answer = RecordsAnswer(trouble=trouble)
         if not trouble:
-            try:
-                answer = RecordsAnswer(tuple(self._records.take(ask.count, is_batch=ask.is_batch, timeout=_LOOK)))
-            except TimeoutError:
+            # The worker process raises it, and the DataLoader brings it to the training loop.
+            taken = attempt(
+                lambda: self._take(ask), lambda error: RecordsAnswer(trouble=f"{type(error).__name__}: {error}")
+            )
+            if taken is None:
                 return
-            except (
-                Exception
-            ) as error:  # the worker process raises it, and the DataLoader brings it to the training loop
-                answer = RecordsAnswer(trouble=f"{type(error).__name__}: {error}")
+            answer = taken
             self._next += ask.count
         del self._waiting[connection]
         self._send(connection, answer)
+
+    def _take(self, ask: RecordsAsked) -> RecordsAnswer | None:
+        """None: there is nothing yet."""
+        try:
+            return RecordsAnswer(tuple(self._records.take(ask.count, is_batch=ask.is_batch, timeout=_LOOK)))
+        except TimeoutError:
+            return None
 
 
 class RecordClient(LoaderClient[RecordsAnswer]):

@@ -12,6 +12,7 @@ from collections import deque
 
 from msgspec import Struct
 
+from dlrover.host.edges import attempt
 from dlrover.protocol.messages.data import LeasedShard
 from dlrover.trainer.data.loader_service import LoaderClient, LoaderService
 from dlrover.trainer.data.shard_reader import ShardReader
@@ -67,22 +68,25 @@ class ShardService(LoaderService[ShardAsked]):
         else:
             self._waiting.append((connection, ask))
 
-    def _serve(self) -> None:
-        connection, ask = self._waiting[0]
+    def _answer(self, ask: ShardAsked) -> ShardAnswer | None:
+        """None: there is nothing yet."""
         try:
             if ask.asks_begun:
-                is_begun = self.is_restored or self._reader.state().num_consumed > 0
-                answer = ShardAnswer(is_begun=is_begun)
-            else:
-                shard = self._reader.take(_LOOK)
-                answer = ShardAnswer(shard=shard, is_end=shard is None)
+                return ShardAnswer(is_begun=self.is_restored or self._reader.state().num_consumed > 0)
+            shard = self._reader.take(_LOOK)
         except TimeoutError:
-            if ask.is_patient:
-                self._waiting.rotate(-1)  # the next one may be content with nothing
-                return
-            answer = ShardAnswer()
-        except Exception as error:  # the worker process raises it, and the DataLoader brings it to the training loop
-            answer = ShardAnswer(trouble=f"{type(error).__name__}: {error}")
+            return None if ask.is_patient else ShardAnswer()
+        return ShardAnswer(shard=shard, is_end=shard is None)
+
+    def _serve(self) -> None:
+        connection, ask = self._waiting[0]
+        # The worker process raises it, and the DataLoader brings it to the training loop.
+        answer = attempt(
+            lambda: self._answer(ask), lambda error: ShardAnswer(trouble=f"{type(error).__name__}: {error}")
+        )
+        if answer is None:
+            self._waiting.rotate(-1)  # the next one may be content with nothing
+            return
         self._waiting.popleft()
         if answer.shard is not None:
             self._ids[connection].append(answer.shard.id)

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from dlrover.host.edges import contained
+
 EXIT_BUSY = 13
 DEFAULT_LIMIT = 0.3
 DEFAULT_PATIENCE = 30.0
@@ -162,11 +164,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     reader = reader_for(options.accelerator, _descends_from(options.agent_pid))
     findings = MemoryFindings(0, [])
     if reader is not None:
-        try:
+        # The libraries raise classes of their own; without an answer there is nothing to hold against the node.
+        with contained(
+            lambda error: print(f"Device memory: not checked, {type(error).__name__}: {error}", file=sys.stderr)
+        ):
             findings = check(reader, limit=options.limit, patience=options.patience)
-        except Exception as error:
-            # The libraries raise classes of their own; without an answer there is nothing to hold against the node.
-            print(f"Device memory: not checked, {type(error).__name__}: {error}", file=sys.stderr)
     busy = [{"index": d.index, "used_bytes": d.used_bytes, "total_bytes": d.total_bytes} for d in findings.busy]
     print(json.dumps({"num_devices": findings.num_devices, "busy": busy}), flush=True)
     print(findings.sentence(options.limit), file=sys.stderr)

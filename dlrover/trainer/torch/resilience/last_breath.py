@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 from dlrover.agreed.last_breath import LIMIT
+from dlrover.host.edges import contained
 from dlrover.host.shared_page.breath_page import BreathPage
 from dlrover.host.shared_page.breath_words import EXIT_LAST_BREATH, BreathAnswer, BreathOrder
 from dlrover.protocol.progress_page import DEATH_NOTICE_AT
@@ -118,10 +119,8 @@ class LastBreath:
         round_ = environment.current().round  # type: ignore[union-attr]
         # Pieces of one state have different digests, and one name.
         name = f"{digest:016x}" if piece is None else "pieces"
-        try:
+        with contained(self._refuse):
             known.engine.save_alone(step, parts, known.paths, f"breath-{round_}-{step}-{name}")
-        except Exception as error:  # the edge of this process, as above
-            self._refuse(error)
         log.warning("a worker is lost: step %d was saved to memory, and this one ends", step)
         self._page.answer = BreathAnswer.SAVED
 

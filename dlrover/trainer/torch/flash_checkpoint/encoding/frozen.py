@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dlrover.host.edges import contained
+
 NUMBERS = frozenset((type(None), bool, int, float))
 _ATOMS = NUMBERS | {complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -94,11 +96,12 @@ def freeze(parts: Mapping[str, object]) -> Frozen | None:
 def freeze_again(parts: Mapping[str, object], last: Looks) -> Frozen | None:
     """The same for a state that looks exactly like the last one, with less work. None: it does not."""
     copying = _CopyingAgain(last)
-    try:
+    frozen: dict[str, Any] = {}
+    is_alike = False
+    # Errors: also what the questions to a tensor of another kind raise, or keys that cannot be compared.
+    with contained(lambda _error: None):
         frozen = copying.copy(dict(parts))
         is_alike = len(copying.structure) == len(last.structure) and _are_alike(copying.tensors, last)
-    except Exception:  # also what the questions to a tensor of another kind raise, or keys that cannot be compared
-        return None
     return copying.ended(frozen, last) if is_alike else None
 
 

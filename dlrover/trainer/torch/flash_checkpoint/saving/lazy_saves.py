@@ -11,7 +11,9 @@ import os
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from dlrover.host.edges import contained
 from dlrover.protocol.errors import DLRoverError
 from dlrover.snapshot.storage.persist import SaveRequest
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
@@ -99,24 +101,26 @@ class LazySaves:
     def _settle(self, pending: PendingSave, request: SaveRequest, result: SaveResult) -> None:
         """Everything is copied. Called once, by the thread or by the training; nothing may come out of it."""
         try:
-            self._publish(pending, request)
-        except Changed as error:
-            result.reason, result.message = SaveReason.ERROR, str(error)
-            self._why_never = f"{error} Code other than an optimizer's step changes it"
-            log.error(
-                "step %d was not saved: %s Code other than an optimizer's step changed it. From now on saves are not "
-                "lazy. Save after that code has run, or switch lazy off.",
-                request.step,
-                error,
-            )
-        except (OSError, DLRoverError) as error:
-            result.reason, result.message = SaveReason.ERROR, str(error)
-            log.error("step %d was not saved: %s", request.step, error)
-        except Exception as error:  # the edge of a thread and of a hook: training goes on without this snapshot
-            result.reason, result.message = SaveReason.ERROR, f"{type(error).__name__}: {error}"
-            log.exception("bug: step %d was not saved. Training goes on.", request.step)
+            with contained(partial(self._note_failure, request.step, result)):  # training goes on without this snapshot
+                self._publish(pending, request)
         finally:
             result.is_done = True
+
+    def _note_failure(self, step: int, result: SaveResult, error: Exception) -> None:
+        result.reason, result.message = SaveReason.ERROR, str(error)
+        match error:
+            case Changed():
+                self._why_never = f"{error} Code other than an optimizer's step changes it"
+                text = (
+                    "step %d was not saved: %s Code other than an optimizer's step changed it. From now on saves are not "
+                    "lazy. Save after that code has run, or switch lazy off."
+                )
+                log.error(text, step, error)
+            case OSError() | DLRoverError():
+                log.error("step %d was not saved: %s", step, error)
+            case _:
+                result.message = f"{type(error).__name__}: {error}"
+                log.exception("bug: step %d was not saved. Training goes on.", step)
 
 
 def check_lazy(lazy: bool | str) -> bool | str:

@@ -17,11 +17,13 @@ import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from dlrover.host.edges import contained
 from dlrover.host.ownership import NotOurs, check_server, make_private
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import DLRoverError, Rejected
@@ -264,7 +266,7 @@ class ThreadOutlet:
         remove_empty_root(self._root)
 
     def _write(self, pinned: PinnedSlot, request: SaveRequest) -> None:
-        try:
+        with contained(partial(self._note_failure, request)):  # no caller asks how this thread ends
             try:
                 persist(pinned, request, stop=self._stop)
             finally:
@@ -273,19 +275,20 @@ class ThreadOutlet:
                 self._commit(request)
                 self._settle(request)
             self._is_reported = False
-        except (OSError, DLRoverError) as error:
-            is_other_job = (
-                isinstance(error, Rejected) and error.code == ErrorCode.ANOTHER_JOB
-            )  # goes on, however often we are quicker
-            is_told = self._is_reported or (is_other_job and self._is_other_job_reported)
-            level = logging.INFO if is_told else logging.ERROR
-            self._is_reported = True
-            self._is_other_job_reported = self._is_other_job_reported or is_other_job
-            log.log(level, "the checkpoint of step %d was not written: %s. Training goes on.", request.step, error)
-            self._settle(request, str(error))
-        except Exception as error:  # the edge of the thread: nobody asks for what it ends with
+
+    def _note_failure(self, request: SaveRequest, error: Exception) -> None:
+        if not isinstance(error, OSError | DLRoverError):
             log.exception("bug: the checkpoint of step %d was not written. Training goes on.", request.step)
             self._settle(request, f"{type(error).__name__}: {error}")
+            return
+        # It goes on, however often we are quicker.
+        is_other_job = isinstance(error, Rejected) and error.code == ErrorCode.ANOTHER_JOB
+        is_told = self._is_reported or (is_other_job and self._is_other_job_reported)
+        level = logging.INFO if is_told else logging.ERROR
+        self._is_reported = True
+        self._is_other_job_reported = self._is_other_job_reported or is_other_job
+        log.log(level, "the checkpoint of step %d was not written: %s. Training goes on.", request.step, error)
+        self._settle(request, str(error))
 
     def _settle(self, request: SaveRequest, trouble: str = "") -> None:
         news = CheckpointSettled(
