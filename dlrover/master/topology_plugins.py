@@ -97,12 +97,13 @@ class TopologyPlugins:
         *,
         query: Callable[[str], Any] | None = None,
         sort: Callable[[dict[int, NodeTopologyMeta]], Any] | None = None,
+        time_limit: float = TIME_LIMIT,
     ) -> None:
         self._query = query
         self._sort = sort
         self._places: dict[str, tuple[str, ...]] = {}
         self._calls = {
-            which: TimedCalls("topology", time_limit=TIME_LIMIT, max_timeouts=MAX_TIMEOUTS, num_threads=NUM_THREADS)
+            which: TimedCalls("topology", time_limit=time_limit, max_timeouts=MAX_TIMEOUTS, num_threads=NUM_THREADS)
             for which in ("querier", "sorter")
         }
         self._is_warned = {"querier": False, "sorter": False}

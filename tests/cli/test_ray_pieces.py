@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from dlrover.cli.options.parser import parse
-from dlrover.cli.ray import bulletin as bulletin_module
 from dlrover.cli.ray.bulletin import Bulletin
 from dlrover.cli.ray.launch_options import VARIABLE, as_ray_run
 from dlrover.cli.ray.messages import JobOver, Said, ShownLine
@@ -40,9 +39,8 @@ async def test_a_driver_of_a_former_host_begins_anew():
     assert (await bulletin.news("me", 1, 57, 1.0)).items == (Said("again"),)
 
 
-async def test_old_items_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bulletin_module, "KEPT_BYTES", 1000)
-    bulletin = Bulletin(host_epoch=1)
+async def test_old_items_are_dropped_and_counted():
+    bulletin = Bulletin(host_epoch=1, kept_bytes=1000)
     for number in range(100):
         bulletin.line("worker-0", b"%d\n" % number, False)
     news = await bulletin.news("me", 1, 0, 1.0)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dlrover.master.platform_driver import PATIENCE, FleetWord, PlatformDriver, PlatformPatience
-from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken
+from dlrover.platforms.base import Capabilities, Intent, LaunchNotTaken, Sight
 from dlrover.platforms.fake import FakeCloud, FakePlatform
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -73,8 +73,11 @@ class Bench:
     def __init__(self) -> None:
         self.cloud = FakeCloud()
         self.job = StandInJob()
-        self.driver = PlatformDriver(FakePlatform(self.cloud, JOB), SPEC, self.job.tell, patience=QUICK)
+        self.drive(FakePlatform(self.cloud, JOB))
         self.running: asyncio.Task[None] | None = None
+
+    def drive(self, platform: FakePlatform, patience: PlatformPatience = QUICK) -> None:
+        self.driver = PlatformDriver(platform, SPEC, self.job.tell, patience=patience)
 
     def start(self) -> None:
         self.running = asyncio.ensure_future(self.driver.run())
@@ -148,8 +151,8 @@ async def test_a_refusal_is_told_once_for_each_reason_and_the_launch_goes_on_try
     await bench.job.until_phase(0, NodePhase.RUNNING)
 
 
-async def test_a_refusal_that_lasts_is_repeated(bench, monkeypatch):
-    monkeypatch.setattr(bench.driver, "_patience", bench.driver._patience._replace(repetition=0.0))
+async def test_a_refusal_that_lasts_is_repeated(bench):
+    bench.drive(FakePlatform(bench.cloud, JOB), QUICK._replace(repetition=0.0))
     bench.start()
     await bench.job.until(1, NodesListed)
     bench.cloud.refusal = "the quota is used up"
@@ -157,19 +160,19 @@ async def test_a_refusal_that_lasts_is_repeated(bench, monkeypatch):
     assert len(set(await bench.job.until(3, LaunchRefused))) == 1
 
 
-async def test_a_platform_that_breaks_its_word_is_tried_again(bench, monkeypatch):
+async def test_a_platform_that_breaks_its_word_is_tried_again(bench):
     """It may be anybody's: what it raises beside what it promised must not leave a node without a lane."""
-    bench.start()
-    await bench.job.until(1, NodesListed)
-    apply = bench.cloud.apply
     errors = [OSError("connection reset"), KeyError("status")]
 
-    def breaks(*args):
-        if errors:
-            raise errors.pop(0)
-        apply(*args)
+    class Breaking(FakePlatform):
+        async def apply(self, intent: Intent) -> None:
+            if errors:
+                raise errors.pop(0)
+            await super().apply(intent)
 
-    monkeypatch.setattr(bench.cloud, "apply", breaks)
+    bench.drive(Breaking(bench.cloud, JOB))
+    bench.start()
+    await bench.job.until(1, NodesListed)
     bench.driver.take(launch(0))
     await bench.job.until_phase(0, NodePhase.RUNNING)
     refusals = await bench.job.until(2, LaunchRefused)
@@ -298,19 +301,18 @@ async def test_a_platform_out_of_reach_is_watched_again_when_it_is_back(bench):
     assert [node.id for node in nodes] == [0, 1]
 
 
-async def test_a_platform_that_breaks_while_it_is_watched_is_watched_again(bench, monkeypatch):
+async def test_a_platform_that_breaks_while_it_is_watched_is_watched_again(bench):
     """It may be anybody's: what it raises must not end the master, again and again."""
-    platform = bench.driver._platform
-    watch = platform.watch
     errors = [ConnectionError("reset by peer"), KeyError("items")]
 
-    async def breaks():
-        if errors:
-            raise errors.pop(0)
-        async for sight in watch():
-            yield sight
+    class Breaking(FakePlatform):
+        async def watch(self) -> AsyncIterator[Sight]:
+            if errors:
+                raise errors.pop(0)
+            async for sight in super().watch():
+                yield sight
 
-    monkeypatch.setattr(platform, "watch", breaks)
+    bench.drive(Breaking(bench.cloud, JOB))
     bench.start()
     await bench.job.until(1, NodesListed)
     assert not errors

@@ -111,6 +111,7 @@ class WorkerGroup:
         environ: Mapping[str, str] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         alike_patience: float = ALIKE_PATIENCE,
+        simultaneous: float = SIMULTANEOUS,
     ) -> None:
         self.world = world
         self._config = config
@@ -126,6 +127,7 @@ class WorkerGroup:
         self._environ = dict(spawner.environ if environ is None else environ)
         self._sleep = sleep
         self._alike_patience = alike_patience
+        self._simultaneous = simultaneous
         self._workers: list[_Worker] = []
         self._started_at = 0.0
         self._num_oom_kills = 0
@@ -209,7 +211,7 @@ class WorkerGroup:
             return Finished(self.step)
         lived = self.lived
         if pending:
-            await asyncio.wait(pending, timeout=SIMULTANEOUS)
+            await asyncio.wait(pending, timeout=self._simultaneous)
         failed = [worker for worker in self._workers if worker.failure or _has_ended_badly(worker)]
         await asyncio.gather(*map(self._read_log, failed))
         return Failed(self._tell(failed), self.step, lived, self.reach)

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 PATIENCE = 1.0
 """Seconds for a console to take what is left: a failure that waits to be reported is worth more than its last lines."""
-_LONGEST = 10.0
+LONGEST = 10.0
 """Seconds in all, for a machine that is too busy to run the thread that copies: the failure is judged by those lines."""
 _DEFAULT_PREFIX = "[${role_name}${local_rank}]:"
 
@@ -99,9 +99,17 @@ class WorkerOutput:
     """Console and log files of this node's workers, over all attempts."""
 
     def __init__(
-        self, config: WorkerLogConfig, *, role: str, run_id: str, runtime_dir: str, patience: float = PATIENCE
+        self,
+        config: WorkerLogConfig,
+        *,
+        role: str,
+        run_id: str,
+        runtime_dir: str,
+        patience: float = PATIENCE,
+        longest: float = LONGEST,
     ) -> None:
         self._config = config
+        self._longest = longest
         self._patience = patience
         self._role = role
         self._run_id = run_id
@@ -194,7 +202,7 @@ class WorkerOutput:
                 loop.call_soon_threadsafe(is_done.set)
 
         begin(tell)
-        used_before, ends_at = self._pump.seconds_passing_on(), loop.time() + max(self._patience, _LONGEST)
+        used_before, ends_at = self._pump.seconds_passing_on(), loop.time() + max(self._patience, self._longest)
         while not is_done.is_set():
             used = self._pump.seconds_passing_on() - used_before
             left = min(self._patience - used, ends_at - loop.time())

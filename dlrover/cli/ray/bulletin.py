@@ -41,7 +41,8 @@ def _nothing() -> None:
 
 
 class Bulletin:
-    def __init__(self, host_epoch: int) -> None:
+    def __init__(self, host_epoch: int, *, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
         self._host_epoch = host_epoch
         self._items: deque[tuple[Item, int]] = deque()
         self._first = 0
@@ -121,7 +122,7 @@ class Bulletin:
     def _add(self, item: Item, size: int) -> None:
         self._items.append((item, size))
         self._bytes += size
-        while self._bytes > KEPT_BYTES:
+        while self._bytes > self._kept_bytes:
             self._bytes -= self._items.popleft()[1]
             self._first += 1
         self._news.set()

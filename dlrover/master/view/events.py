@@ -40,8 +40,16 @@ _TAIL_BYTES = 1024 * 1024
 class EventLog:
     """`run` is its task; without it events are kept in memory only."""
 
-    def __init__(self, path: Path | None = None, reporters: Sequence[EventReporter] = ()) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        reporters: Sequence[EventReporter] = (),
+        *,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        farewell: float = FAREWELL,
+    ) -> None:
         self._path = path
+        self._max_file_bytes, self._farewell = max_file_bytes, farewell
         self._reporters = list(reporters)
         self._kept: deque[JobEvent] = deque(_read_tail(path) if path is not None else (), maxlen=NUM_KEPT)
         self._number = self._kept[-1].number if self._kept else 0
@@ -120,9 +128,9 @@ class EventLog:
             # What it has begun is a few lines; but a disk may hang, and somebody's reporter, and the master ends all the same.
             last = asyncio.wrap_future(thread.submit(self._finish, self._take()))
             thread.shutdown(wait=False)
-            await asyncio.wait([last], timeout=FAREWELL)
+            await asyncio.wait([last], timeout=self._farewell)
             if not last.done():
-                log.warning("the last events are not written or told: it took longer than %g s", FAREWELL)
+                log.warning("the last events are not written or told: it took longer than %g s", self._farewell)
 
     def _notify(self) -> None:
         if self._notice is None or self._notice.done():
@@ -144,7 +152,7 @@ class EventLog:
     def _deliver(self, events: list[JobEvent]) -> None:
         if self._path is not None and events:
             try:
-                _append(self._path, events, is_first=not self._has_written)
+                _append(self._path, events, is_first=not self._has_written, max_bytes=self._max_file_bytes)
                 self._has_written = True
                 self._is_broken = False
             except OSError as error:
@@ -196,7 +204,7 @@ def _decode(lines: Sequence[bytes]) -> list[JobEvent]:
     return found
 
 
-def _append(path: Path, events: list[JobEvent], *, is_first: bool) -> None:
+def _append(path: Path, events: list[JobEvent], *, is_first: bool, max_bytes: int) -> None:
     data = b"".join(_ENCODER.encode(each) + b"\n" for each in events)
     if is_first:
         data = b"\n" + data  # a former master may have been killed in the middle of a line
@@ -206,7 +214,7 @@ def _append(path: Path, events: list[JobEvent], *, is_first: bool) -> None:
         os.write(descriptor, data)
     finally:
         os.close(descriptor)
-    if size + len(data) > MAX_FILE_BYTES:
+    if size + len(data) > max_bytes:
         for age in range(NUM_OLD_FILES, 1, -1):
             older = path.with_name(f"{path.name}.{age - 1}")
             if older.exists():

@@ -25,31 +25,38 @@ _MARGIN = 5.0
 _PREFIX = "tf-config/"
 
 
-def join_world(where: WorkerEnvironment, environ: Mapping[str, str] = os.environ, link: Link | None = None) -> None:
+def join_world(
+    where: WorkerEnvironment,
+    environ: Mapping[str, str] = os.environ,
+    link: Link | None = None,
+    *,
+    patience: float = PATIENCE,
+    longest_wait: float = MAX_WAIT,
+) -> None:
     """Raises TimeoutError. Waits for all workers of the round."""
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     link = current_link() if link is None else link
     address = f"{_in_brackets(where.node_host)}:{_free_port(where.node_host)}"
-    link.ask(KvSet(items={f"{_PREFIX}{rank}": address.encode()}, round=where.round), timeout=PATIENCE)
+    link.ask(KvSet(items={f"{_PREFIX}{rank}": address.encode()}, round=where.round), timeout=patience)
     config = TfConfig(
-        cluster={WORKER: _addresses(where, size, link)},
+        cluster={WORKER: _addresses(where, size, link, patience, longest_wait)},
         task=TfTask(type=WORKER, index=rank),
     )
     os.environ[VARIABLE] = config.to_text()
 
 
-def _addresses(where: WorkerEnvironment, size: int, link: Link) -> list[str]:
+def _addresses(where: WorkerEnvironment, size: int, link: Link, patience: float, longest_wait: float) -> list[str]:
     keys = tuple(f"{_PREFIX}{rank}" for rank in range(size))
-    end_at = time.monotonic() + PATIENCE
+    end_at = time.monotonic() + patience
     while True:
         try:
-            found = link.ask(KvGet(keys=keys, wait=MAX_WAIT, round=where.round), timeout=MAX_WAIT + _MARGIN)
+            found = link.ask(KvGet(keys=keys, wait=longest_wait, round=where.round), timeout=longest_wait + _MARGIN)
         except Rejected as error:
             if error.code != ErrorCode.KV_TIMEOUT:
                 raise
             if time.monotonic() > end_at:
                 raise TimeoutError(
-                    f"Not all {size} workers of round {where.round} have told their address within {PATIENCE:g} s."
+                    f"Not all {size} workers of round {where.round} have told their address within {patience:g} s."
                 ) from error
             continue
         assert isinstance(found, KvValues), found

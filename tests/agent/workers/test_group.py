@@ -14,7 +14,6 @@ import pytest
 
 from dlrover.agent.config import EntryKind, WatchConfig, WorkerLogConfig
 from dlrover.agent.monitor.progress import WorkerWatch
-from dlrover.agent.workers import group as workers_group
 from dlrover.agent.workers.devices import resolve_local_world_size
 from dlrover.agent.workers.group import HEAD_START, Failed, Finished, PortOffer, split_address, worker_environment
 from dlrover.agent.workers.output import WorkerFiles, WorkerOutput
@@ -172,13 +171,12 @@ async def test_otherwise_a_failure_is_not_taken_for_a_mistake(
 
 
 async def test_deaths_at_the_same_time_are_reported_together_earliest_first(
-    spawner: Spawner, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
     """The second one dies when the first is known to be gone; the time for that is long here, whatever the machine does meanwhile."""
-    monkeypatch.setattr(workers_group, "SIMULTANEOUS", 2 * DEADLINE)
     script = write(tmp_path / "train.py", "import signal; signal.pause()")
     config = make_config(tmp_path / "rt", script)
-    async with group_of(spawner, tree, config) as group:
+    async with group_of(spawner, tree, config, simultaneous=2 * DEADLINE) as group:
         waiting = asyncio.create_task(wait(group))
         for pid in reversed(group.pids):
             os.kill(pid, signal.SIGKILL)

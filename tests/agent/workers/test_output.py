@@ -15,7 +15,7 @@ import pytest
 
 from dlrover.agent.config import WorkerLogConfig
 from dlrover.agent.workers import stream_copies
-from dlrover.agent.workers.output import TAIL_BYTES, WorkerFiles, WorkerOutput
+from dlrover.agent.workers.output import LONGEST, TAIL_BYTES, WorkerFiles, WorkerOutput
 from dlrover.protocol.errors import ConfigError
 from tests.agent.lab import DEADLINE, descriptors, until
 
@@ -26,11 +26,16 @@ Maker = Callable[..., WorkerOutput]
 async def make(tmp_path: Path) -> AsyncIterator[Maker]:
     made: list[WorkerOutput] = []
 
-    def make(*, patience: float = DEADLINE, **config: Any) -> WorkerOutput:
+    def make(*, patience: float = DEADLINE, longest: float = LONGEST, **config: Any) -> WorkerOutput:
         runtime_dir = tmp_path / "runtime"
         runtime_dir.mkdir(exist_ok=True)
         output = WorkerOutput(
-            WorkerLogConfig(**config), role="trainer", run_id="run/1", runtime_dir=str(runtime_dir), patience=patience
+            WorkerLogConfig(**config),
+            role="trainer",
+            run_id="run/1",
+            runtime_dir=str(runtime_dir),
+            patience=patience,
+            longest=longest,
         )
         made.append(output)
         return output
@@ -206,12 +211,10 @@ async def test_the_last_words_are_waited_for_while_nobody_runs_the_thread_that_c
 async def test_a_console_that_takes_no_bytes_ends_the_wait(
     make: Maker,
     full_pipe: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     is_blocked_before: bool,
 ) -> None:
-    monkeypatch.setattr("dlrover.agent.workers.output._LONGEST", 2 * DEADLINE)
-    output = make(patience=0.05)
+    output = make(patience=0.05, longest=2 * DEADLINE)
     (zero,) = output.open_attempt(0, [0])
     zero.copies[0].console = full_pipe[1]
     say(zero, "", "last words\n")

@@ -14,8 +14,6 @@ import pytest
 from dlrover.python.common.event.reporter import EventReporter
 
 from dlrover.core.goodput.events import event, of_node
-from dlrover.master.view import event_reporters
-from dlrover.master.view import events as events_module
 from dlrover.master.view.event_reporters import MAX_QUEUED, WebhookReporter, as_line, build_reporters
 from dlrover.master.view.events import BURST, NUM_KEPT, EventLog, read_events
 from dlrover.protocol.errors import ConfigError
@@ -82,11 +80,10 @@ class TestTheLog:
         assert [each.text for each in again.after(0, 10).events] == ["one", "two", "three"]
         assert [each.number for each in read_events(path)] == [1, 2, 3]
 
-    async def test_files_rotate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(events_module, "MAX_FILE_BYTES", 1000)
+    async def test_files_rotate(self, tmp_path: Path) -> None:
         path = tmp_path / "events.jsonl"
         for number in range(30):
-            log = EventLog(path)
+            log = EventLog(path, max_file_bytes=1000)
             log.add(an_event("x" * 100, at=number))
             await written(log)
         assert {file.name for file in tmp_path.iterdir()} <= {"events.jsonl", "events.jsonl.1", "events.jsonl.2"}
@@ -263,10 +260,10 @@ def hanging() -> Iterator[type[Hanging]]:
 
 
 async def test_a_reporter_that_hangs_keeps_neither_the_others_nor_the_end(
-    tmp_path: Path, hanging: type[Hanging], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, hanging: type[Hanging], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_reporters, "USER_TIMEOUT", 0.05)
-    reporters = build_reporters(["tests.master.view.test_events::Hanging", f"file:{tmp_path / 'out'}"])
+    names = ["tests.master.view.test_events::Hanging", f"file:{tmp_path / 'out'}"]
+    reporters = build_reporters(names, user_timeout=0.05)
     log = EventLog(tmp_path / "events.jsonl", reporters)
     for number in range(MAX_QUEUED + 3):
         log.add(an_event(str(number)))
@@ -279,10 +276,9 @@ async def test_a_reporter_that_hangs_keeps_neither_the_others_nor_the_end(
 
 
 async def test_a_file_that_hangs_does_not_keep_the_master(
-    hanging: type[Hanging], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hanging: type[Hanging], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(events_module, "FAREWELL", 0.05)
-    log = EventLog(None, [hanging()])  # as one of ours on a disk that does not answer
+    log = EventLog(None, [hanging()], farewell=0.05)  # as one of ours on a disk that does not answer
     log.add(an_event())
     await asyncio.wait_for(written(log), 20)
     assert "the last events are not written or told" in caplog.text

@@ -36,9 +36,11 @@ class Store:
             return KvValues(tuple(self._values[key] for key in keys))
 
 
-def join(store: Store, rank: int, size: int, *, round_: int = 1, host: str = "127.0.0.1") -> dict[str, Any]:
+def join(
+    store: Store, rank: int, size: int, *, round_: int = 1, host: str = "127.0.0.1", **patience: float
+) -> dict[str, Any]:
     where: Any = SimpleNamespace(round=round_, node_host=host)
-    mirrored.join_world(where, {"RANK": str(rank), "WORLD_SIZE": str(size)}, store)  # type: ignore[arg-type]
+    mirrored.join_world(where, {"RANK": str(rank), "WORLD_SIZE": str(size)}, store, **patience)  # type: ignore[arg-type]
     found: dict[str, Any] = json.loads(os.environ["TF_CONFIG"])
     return found
 
@@ -53,7 +55,7 @@ def test_all_workers_of_a_round_get_the_same_addresses_in_the_order_of_their_ran
     addresses: dict[int, list[str]] = {}
 
     def other() -> None:
-        addresses[1] = mirrored._addresses(SimpleNamespace(round=1), 2, store)  # type: ignore[arg-type]
+        addresses[1] = mirrored._addresses(SimpleNamespace(round=1), 2, store, 60.0, 5.0)  # type: ignore[arg-type]
 
     store.ask(KvSet(items={"tf-config/1": b"host-1:5"}, round=1), timeout=1.0)  # type: ignore[arg-type]
     waiting = threading.Thread(target=other)
@@ -73,8 +75,6 @@ def test_the_next_round_has_addresses_of_its_own() -> None:
     assert store.ask(KvGet(keys=("tf-config/0",), round=1), timeout=1.0).values[0].decode() not in later  # type: ignore[arg-type]
 
 
-def test_a_worker_that_never_tells_its_address_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirrored, "PATIENCE", 0.0)
-    monkeypatch.setattr(mirrored, "MAX_WAIT", 0.01)
+def test_a_worker_that_never_tells_its_address_is_not_waited_for_for_ever() -> None:
     with pytest.raises(TimeoutError, match="Not all 2 workers of round 1"):
-        join(Store(), 0, 2)
+        join(Store(), 0, 2, patience=0.0, longest_wait=0.01)

@@ -9,7 +9,6 @@ import pytest
 
 from dlrover.host.shared_page.breath_page import BreathPage
 from dlrover.protocol.progress_page import DEATH_NOTICE_AT, ProgressPage
-from dlrover.trainer.torch.resilience import meeting
 from dlrover.trainer.torch.resilience.meeting import Meeting
 
 DEADLINE = 60.0
@@ -55,10 +54,9 @@ def test_a_lost_worker_ends_the_wait(pages: list[BreathPage]) -> None:
     assert answers == [False]
 
 
-def test_one_that_never_comes_is_waited_for_once(pages: list[BreathPage], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "PATIENCE", 0.05)
-    room = Meeting(pages[0], pages[1:])
+def test_one_that_never_comes_is_waited_for_once(pages: list[BreathPage]) -> None:
+    room = Meeting(pages[0], pages[1:], patience=0.05)
     assert room.is_complete_after_wait(lambda: False)
-    monkeypatch.setattr(meeting, "PATIENCE", 10 * DEADLINE)
+    room.patience = 10 * DEADLINE
     assert room.is_complete_after_wait(lambda: False)
     assert pages[0].num_ready == 2, "others that wait for this one need not"

@@ -28,8 +28,9 @@ PATIENCE = 5.0
 
 
 class Meeting:
-    def __init__(self, own: BreathPage, peers: Sequence[BreathPage]) -> None:
+    def __init__(self, own: BreathPage, peers: Sequence[BreathPage], patience: float = PATIENCE) -> None:
         self._own, self._peers = own, peers
+        self.patience = patience
         self._is_over = False
 
     @classmethod
@@ -49,7 +50,7 @@ class Meeting:
         """This worker has its gradients. Whether all others have theirs, too; False: `is_lost` says that a worker is lost."""
         count = self._own.num_ready + 1
         self._own.num_ready = count
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + self.patience
         for peer in self._peers:
             while not self._is_over and (seen := peer.num_ready) < count:
                 if is_lost():
@@ -71,7 +72,7 @@ class Meeting:
         log.warning(
             "A worker did not reach its optimizer within %g s of this one. From now on workers do not wait for each other, and a loss may "
             "cost the steps since the newest snapshot.",
-            PATIENCE,
+            self.patience,
         )
 
 
