@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,16 @@ from dlrover.protocol.messages.job import (
 from tests.master.conftest import Connect, MakeMaster, StartMaster
 
 FOUR = JobTerms(limits=Limits(min_nodes=4, max_nodes=4))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may be late; and who waits in vain for an order must not only be late."""
+    monkeypatch.setattr(turning, "TIME_LIMIT", 300.0)
+
+
+def plugins(**asked: Any) -> TopologyPlugins:
+    return TopologyPlugins(time_limit=60.0, **asked)
 
 
 class Switches:
@@ -58,7 +69,7 @@ async def test_the_world_follows_the_switches_that_the_querier_names(
     start_master: StartMaster, connect: Connect
 ) -> None:
     switches = Switches()
-    assert await world_of(start_master, connect, TopologyPlugins(query=switches.query)) == [0, 2, 1, 3]
+    assert await world_of(start_master, connect, plugins(query=switches.query)) == [0, 2, 1, 3]
     assert sorted(switches.asked) == [f"host-l{number}" for number in range(4)]
 
 
@@ -75,7 +86,7 @@ async def test_plug_ins_are_asked_about_the_machine_below_a_pod(start_master: St
         sorted_.extend(node.node_ip for node in nodes.values())
         return list(nodes)
 
-    master = await start_master(topology=TopologyPlugins(query=query, sort=sort))
+    master = await start_master(topology=plugins(query=query, sort=sort))
     terms = JobTerms(limits=Limits(min_nodes=1, max_nodes=1))
     agent = connect(master.address, launch="pod", terms=terms, node_ip="10.0.0.7", name="job-worker-0")
     await agent.attached()
@@ -94,16 +105,13 @@ async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: 
         ids.update((node.node_id, node.node_group) for node in nodes.values())
         return sorted(nodes, reverse=True)
 
-    assert await world_of(start_master, connect, TopologyPlugins(sort=backwards)) == [3, 2, 1, 0]
+    assert await world_of(start_master, connect, plugins(sort=backwards)) == [3, 2, 1, 0]
     assert ids == {(number, -1) for number in range(1, 5)}, "each launch has an id of its own"
 
 
-async def test_who_is_refused_lets_nobody_wait_for_an_order(
-    start_master: StartMaster, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(turning, "TIME_LIMIT", 300.0)  # else who waited in vain would only be late
+async def test_who_is_refused_lets_nobody_wait_for_an_order(start_master: StartMaster, connect: Connect) -> None:
     one = JobTerms(limits=Limits(min_nodes=1, max_nodes=1))
-    master = await start_master(topology=TopologyPlugins(sort=sorted))
+    master = await start_master(topology=plugins(sort=sorted))
     agent = connect(master.address, launch="l0", terms=one, node_rank=NodeRank(0))
     attached = await agent.attached()
     await agent.join()
@@ -119,7 +127,7 @@ async def test_who_is_refused_lets_nobody_wait_for_an_order(
 
 
 async def test_a_sorter_sees_what_the_querier_found(start_master: StartMaster, connect: Connect) -> None:
-    topology = TopologyPlugins(query=Switches().query, sort=DpTopologySorter().sort)
+    topology = plugins(query=Switches().query, sort=DpTopologySorter().sort)
     assert await world_of(start_master, connect, topology) == [0, 2, 1, 3]
 
 
@@ -130,7 +138,7 @@ async def test_plug_ins_that_raise_or_talk_rubbish_harm_nobody(
     def broken(host: str) -> None:
         raise kind(f"no route to {host}")
 
-    assert await world_of(start_master, connect, TopologyPlugins(query=broken, sort=lambda nodes: [7, 7])) == [
+    assert await world_of(start_master, connect, plugins(query=broken, sort=lambda nodes: [7, 7])) == [
         0,
         1,
         2,
@@ -169,7 +177,7 @@ class TestCalls:
 
     async def test_an_answer_is_kept(self) -> None:
         switches = Switches()
-        topology = TopologyPlugins(query=switches.query)
+        topology = plugins(query=switches.query)
         assert topology.known_place("host-l0") is None
         assert await topology.place_of("host-l0") == ("s", "a"), "outermost first"
         assert await topology.place_of("host-l0") == topology.known_place("host-l0")
@@ -178,17 +186,17 @@ class TestCalls:
 
     @pytest.mark.parametrize("answer", [None, 7, "ab" * 200, ["x" * 300], [1, 2], ["a"] * 20])
     async def test_an_answer_that_is_no_place_is_none(self, answer: object) -> None:
-        topology = TopologyPlugins(query=lambda host: answer)
+        topology = plugins(query=lambda host: answer)
         assert await topology.place_of("h") == ()
         topology.close()
 
     async def test_half_a_character_in_a_name_keeps_no_node_out(self) -> None:
-        topology = TopologyPlugins(query=lambda host: ("a", "caf\udce9"))
+        topology = plugins(query=lambda host: ("a", "caf\udce9"))
         assert await topology.place_of("h") == ("caf?", "a")
         topology.close()
 
     async def test_two_empty_names_mean_that_nobody_knows(self) -> None:
-        topology = TopologyPlugins(query=DefaultTopologyQuerier().query)
+        topology = plugins(query=DefaultTopologyQuerier().query)
         assert await topology.place_of("h") == ()
         topology.close()
 
