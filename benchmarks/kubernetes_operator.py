@@ -6,21 +6,27 @@ What the operator costs a cluster with many jobs: its memory, its processor time
 The API server and the operator are processes of their own. Each job has a master and its worker pods, all running, on one machine
 for 32 pods; machines report each 300 s, as kubelets do. The bounds are 150 MB and 0.2 cores. The memory counted is all of the
 process that is in memory (RSS), files that it shares with others included.
+
+Each stage has a deadline. Lines on the standard error tell how far a stage is. If a stage does not end in time, or a process ends
+early, the benchmark ends with 2 and shows the ends of both processes' logs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -35,6 +41,14 @@ LIMIT_MB, LIMIT_CORES = 150.0, 0.2
 JOBS = "/apis/elastic.iml.github.io/v1alpha1/namespaces/default/elasticjobs"
 PODS = "/api/v1/namespaces/default/pods"
 AT_ONCE = 16
+PROGRESS_EVERY = 10.0
+STAGE_TIMEOUT = 120.0
+"""Seconds. A stage of few requests takes some seconds on a quiet machine."""
+TIMEOUT_OF_POD = 0.2
+"""Seconds more for each pod of a stage that makes pods: on a quiet machine one takes about 0.03 s."""
+SETTLING = 60.0
+"""Seconds that the operator may take to become idle. Then it is measured as it is."""
+NUM_LOG_LINES = 15
 REPORTS_EVERY = 300.0
 """Seconds between two reports of a machine that has nothing new to tell."""
 
@@ -47,7 +61,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(Path(folder), options.jobs, options.pods, options.seconds))
+        processes = Processes(Path(folder))
+        try:
+            found = asyncio.run(measure(processes, options.jobs, options.pods, options.seconds))
+        except Stuck as error:
+            processes.explain(error)
+        finally:
+            processes.stop_all()
     num_pods = options.jobs * (options.pods + 1)
     print(f"{options.jobs} jobs, {num_pods} pods")
     print(f"  from the first job to the last master's pod  {found['launch_s']:8.2f} s")
@@ -61,37 +81,144 @@ def main() -> None:
         sys.exit(1)
 
 
-async def measure(folder: Path, num_jobs: int, num_pods: int, seconds: float) -> dict[str, float]:
-    ready = folder / "ready"
-    server = _start(folder, "server", "tests.kubernetes.server", "--ready-file", str(ready), "--directory", str(folder))
-    operators: list[subprocess.Popen[bytes]] = []
+class Stuck(Exception):
+    """The benchmark cannot go on: the sentence says why."""
+
+
+@dataclass
+class Stage:
+    """A part of the benchmark that must end in time."""
+
+    name: str
+    timeout: float
+    count: int = 0
+    done: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.done} of {self.count}" if self.count else self.name
+
+
+class Processes:
+    """The API server and the operators, each with a log of its own in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, module: str, *options: str) -> psutil.Process:
+        environ = {key: value for key, value in os.environ.items() if key != "KUBECONFIG"}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            argv = [sys.executable, "-m", module, *options]
+            process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=log, env=environ)
+        self._running[name] = process
+        return psutil.Process(process.pid)
+
+    def start_operator(self, name: str, kubeconfig: Path) -> psutil.Process:
+        doors = ("--metrics-bind-address", "0", "--health-probe-bind-address", "0")
+        return self.start(name, "dlrover.operator", "--kubeconfig", str(kubeconfig), *doors)
+
+    def check(self) -> None:
+        for name, process in self._running.items():
+            if process.poll() is not None:
+                raise Stuck(f"{name} has ended with {process.returncode}")
+
+    def stop(self, name: str) -> None:
+        process = self._running.pop(name)
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def stop_all(self) -> None:
+        for name in list(self._running)[::-1]:
+            self.stop(name)
+
+    def explain(self, error: Stuck) -> NoReturn:
+        print(f"kubernetes_operator.py: {error}", file=sys.stderr)
+        for log in sorted(self.folder.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
+            print(f"--- {log.name} ends with:", *lines, sep="\n", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextlib.asynccontextmanager
+async def stage(
+    processes: Processes, name: str, *, count: int = 0, timeout: float = STAGE_TIMEOUT
+) -> AsyncIterator[Stage]:
+    """Raises Stuck if the block does not end in time, or a process ends meanwhile."""
+    begun_at = time.monotonic()
+    here = Stage(name, timeout, count)
+    body = asyncio.current_task()
+    assert body is not None, "a stage is part of a task"
+    troubles: list[Stuck] = []
+
+    async def watch() -> None:
+        told_at = begun_at
+        while True:
+            await asyncio.sleep(0.5)
+            now = time.monotonic()
+            try:
+                processes.check()
+                if now - begun_at > timeout:
+                    raise Stuck(f"not within {timeout:g} s: {here}")
+            except Stuck as error:
+                troubles.append(error)
+                body.cancel()
+                return
+            if now - told_at > PROGRESS_EVERY:
+                told_at = now
+                _tell(f"{now - begun_at:6.1f} s  {here} ...")
+
+    watching = asyncio.ensure_future(watch())
     try:
-        await _until(ready.exists, "the API server listens")
-        kubeconfig = Path(json.loads(ready.read_text())["kubeconfig"])
-        async with Cluster(kubeconfig) as cluster:
-            await _prepare(cluster, num_jobs)
-            operators.append(_start_operator(folder, kubeconfig))
-            found = await _launch(cluster, num_jobs, num_pods)
-            reports = asyncio.ensure_future(_report_machines(cluster, num_jobs))
-            process = psutil.Process(operators[-1].pid)
-            await _is_quiet(process)
-            found["memory_mb"] = process.memory_info().rss / MB
-            found["idle_cores"] = await _cores(process, seconds)
-            found["replaced_s"] = await _lose_master(cluster)
-            _stop(operators.pop())
-            operators.append(_start_operator(folder, kubeconfig))
-            process = psutil.Process(operators[-1].pid)
-            await asyncio.sleep(5.0)
-            await _is_quiet(process)
-            found["restarted_mb"] = process.memory_info().rss / MB
-            reports.cancel()
-            return found
+        yield here
+        _tell(f"{time.monotonic() - begun_at:6.1f} s  {here}")
+    except asyncio.CancelledError:
+        if not troubles:
+            raise
+        body.uncancel()
+        raise troubles[0] from None
     finally:
-        for each in (*operators, server):
-            _stop(each)
+        watching.cancel()
 
 
-async def _prepare(cluster: Cluster, num_machines: int) -> None:
+async def measure(processes: Processes, num_jobs: int, num_pods: int, seconds: float) -> dict[str, float]:
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # its processes end, too
+    ready = processes.folder / "ready"
+    processes.start(
+        "server", "tests.kubernetes.server", "--ready-file", str(ready), "--directory", str(processes.folder)
+    )
+    async with stage(processes, "the API server listens"):
+        while not ready.exists():  # noqa: ASYNC110 - it is a file
+            await asyncio.sleep(0.05)
+    kubeconfig = Path(json.loads(ready.read_text())["kubeconfig"])
+    async with Cluster(kubeconfig) as cluster:
+        async with stage(processes, "machines", count=num_jobs) as here:
+            await _prepare(cluster, here)
+        operator = processes.start_operator("operator", kubeconfig)
+        found = await _launch(processes, cluster, num_jobs, num_pods)
+        reports = asyncio.ensure_future(_report_machines(cluster, num_jobs))
+        await _settle(processes, operator)
+        found["memory_mb"] = operator.memory_info().rss / MB
+        async with stage(processes, f"the idle operator is watched for {seconds:g} s", timeout=seconds + STAGE_TIMEOUT):
+            found["idle_cores"] = await _cores(operator, seconds)
+        async with stage(processes, "a master is deleted, and the next one's pod is there"):
+            found["replaced_s"] = await _lose_master(cluster)
+        processes.stop("operator")
+        operator = processes.start_operator("next-operator", kubeconfig)
+        async with stage(processes, "another operator has started"):
+            await asyncio.sleep(5.0)
+        await _settle(processes, operator)
+        found["restarted_mb"] = operator.memory_info().rss / MB
+        reports.cancel()
+        return found
+
+
+async def _prepare(cluster: Cluster, here: Stage) -> None:
     import yaml
 
     for path in (*sorted((ROOT / "deploy" / "crds").glob("*.yaml")), ROOT / "deploy" / "roles" / "master.yaml"):
@@ -104,40 +231,47 @@ async def _prepare(cluster: Cluster, num_machines: int) -> None:
         await cluster.create("/api/v1/nodes", {"metadata": {"name": f"machine-{number}"}})
         await _report_machine(cluster, number)
 
-    await _all(add, num_machines)
+    await _all(add, here)
 
 
-async def _launch(cluster: Cluster, num_jobs: int, num_pods: int) -> dict[str, float]:
+async def _launch(processes: Processes, cluster: Cluster, num_jobs: int, num_pods: int) -> dict[str, float]:
     """Jobs as people apply them, masters as the operator makes them, and pods as masters make them."""
     begun_at = time.monotonic()
+    for_pods = STAGE_TIMEOUT + TIMEOUT_OF_POD * num_jobs * (num_pods + 1)
 
     async def submit(number: int) -> None:
         await cluster.create(JOBS, _job(f"job-{number}", num_pods))
 
+    async def find(number: int) -> None:
+        await _until_found(cluster, pod_path("default", names.master_pod(f"job-{number}", 0)))
+
     async def run(number: int) -> None:
         name = f"job-{number}"
         job = await cluster.get(f"{JOBS}/{name}")
-        master = names.master_pod(name, 0)
-        await _until_found(cluster, pod_path("default", master), f"the master of {name}")
-        await _bring_up(cluster, master, number)
+        await _bring_up(cluster, names.master_pod(name, 0), number)
         for index in range(num_pods):
             await cluster.create(PODS, _worker(job, index))
             await _bring_up(cluster, names.pod_name(name, "worker", index), number)
 
-    await _all(submit, num_jobs)
-    for number in range(num_jobs):
-        await _until_found(cluster, pod_path("default", names.master_pod(f"job-{number}", 0)), "the masters")
-    launch_s = time.monotonic() - begun_at
-    await _all(run, num_jobs)
-    for number in range(num_jobs):
+    async def count(number: int) -> None:
         await _until_ready(cluster, f"job-{number}", num_pods)
+
+    async with stage(processes, "jobs are submitted", count=num_jobs) as here:
+        await _all(submit, here)
+    async with stage(processes, "masters' pods are there", count=num_jobs) as here:
+        await _all(find, here)
+    launch_s = time.monotonic() - begun_at
+    async with stage(processes, "jobs have all their pods", count=num_jobs, timeout=for_pods) as here:
+        await _all(run, here)
+    async with stage(processes, "jobs say that all pods are ready", count=num_jobs) as here:
+        await _all(count, here)
     return {"launch_s": launch_s}
 
 
 async def _lose_master(cluster: Cluster) -> float:
     begun_at = time.monotonic()
     await cluster.delete(pod_path("default", names.master_pod("job-0", 0)))
-    await _until_found(cluster, pod_path("default", names.master_pod("job-0", 1)), "the next master")
+    await _until_found(cluster, pod_path("default", names.master_pod("job-0", 1)))
     return time.monotonic() - begun_at
 
 
@@ -188,43 +322,31 @@ def _worker(job: Body, index: int) -> Body:
     }
 
 
-# Processes and waiting.
+# Waiting.
 
 
-def _start(folder: Path, name: str, module: str, *options: str) -> subprocess.Popen[bytes]:
-    environ = {key: value for key, value in os.environ.items() if key != "KUBECONFIG"}
-    with (folder / f"{name}.log").open("wb") as log:
-        return subprocess.Popen([sys.executable, "-m", module, *options], cwd=ROOT, stdout=log, stderr=log, env=environ)
-
-
-def _start_operator(folder: Path, kubeconfig: Path) -> subprocess.Popen[bytes]:
-    doors = ("--metrics-bind-address", "0", "--health-probe-bind-address", "0")
-    return _start(folder, "operator", "dlrover.operator", "--kubeconfig", str(kubeconfig), *doors)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-async def _all(work: Callable[[int], Awaitable[None]], count: int) -> None:
+async def _all(work: Callable[[int], Coroutine[Any, Any, None]], here: Stage) -> None:
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> None:
         async with turns:
             await work(number)
+            here.done += 1
 
-    await asyncio.gather(*(one(number) for number in range(count)))
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(here.count):
+            tasks.create_task(one(number))
 
 
-async def _is_quiet(process: psutil.Process) -> None:
-    for _ in range(60):
-        if await _cores(process, 2.0) <= 0.05:
-            return
+async def _settle(processes: Processes, process: psutil.Process) -> None:
+    async with stage(processes, "the operator is idle", timeout=SETTLING + STAGE_TIMEOUT) as here:
+        ends_at = time.monotonic() + SETTLING
+        while (cores := await _cores(process, 2.0)) > 0.05:
+            if time.monotonic() > ends_at:
+                here.name = (
+                    f"the operator is not idle after {SETTLING:g} s, and is measured as it is ({cores:.2f} cores)"
+                )
+                return
 
 
 async def _cores(process: psutil.Process, seconds: float) -> float:
@@ -233,34 +355,28 @@ async def _cores(process: psutil.Process, seconds: float) -> float:
     return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - begun_at)
 
 
-async def _until(is_so: Callable[[], Any], what: str, timeout: float = 240.0) -> None:
-    try:
-        async with asyncio.timeout(timeout):
-            while not is_so():  # noqa: ASYNC110 - it is a file
-                await asyncio.sleep(0.05)
-    except TimeoutError:
-        sys.exit(f"not within {timeout:g} s: {what}")
-
-
-async def _until_found(cluster: Cluster, path: str, what: str) -> None:
-    async with asyncio.timeout(240):
-        while True:
-            try:
-                await cluster.get(path)
-                return
-            except ApiError as error:
-                if error.code != 404:
-                    sys.exit(f"{what}: {error}")
-            await asyncio.sleep(0.02)
+async def _until_found(cluster: Cluster, path: str) -> None:
+    """The stage has the deadline."""
+    while True:
+        try:
+            await cluster.get(path)
+            return
+        except ApiError as error:
+            if error.code != 404:
+                raise Stuck(f"{path}: {error}") from error
+        await asyncio.sleep(0.02)
 
 
 async def _until_ready(cluster: Cluster, name: str, num_pods: int) -> None:
-    async with asyncio.timeout(240):
-        while True:
-            job = await cluster.get(f"{JOBS}/{name}")
-            if job.get("status", {}).get("ready") == f"{num_pods}/{num_pods}":
-                return
-            await asyncio.sleep(0.1)
+    while True:
+        job = await cluster.get(f"{JOBS}/{name}")
+        if job.get("status", {}).get("ready") == f"{num_pods}/{num_pods}":
+            return
+        await asyncio.sleep(0.1)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _now() -> str:

@@ -31,7 +31,7 @@ FEW_CALLS = 5
 """That are made during a flood, at least."""
 MOST_GROWTH_BYTES = 64 * 2**20
 MOST_GROWTH_OF_MANY_BYTES = 128 * 2**20
-"""With up to 4,000 connections. `benchmarks/strangers.py` measures against 64 MiB; a slow machine holds more of them at once: 70 MB were seen."""
+"""With up to 4,000 connections. `benchmarks/strangers.py` measures against 64 MiB; a slow machine holds more of them at once."""
 
 
 class HonestCalls:

@@ -3,36 +3,71 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 from tests.kubernetes.server.answers import Json, Refused, too_many
 from tests.kubernetes.server.kinds import Kind
 from tests.kubernetes.server.registry import Options, Registry
 from tests.kubernetes.server.routes import Routes
-from tests.kubernetes.server.selectors import from_object, value_at
-from tests.kubernetes.server.store import Record
+from tests.kubernetes.server.selectors import Test, from_object, value_at
+from tests.kubernetes.server.store import ObjectKey, Record
 
 _PODS = ("", "pods")
 _BUDGETS = ("policy", "poddisruptionbudgets")
+
+
+@dataclass
+class _Cover:
+    """The pods of one budget. A look at all pods for each write of one would take hours with 200 jobs."""
+
+    selector: Any
+    test: Test
+    pods: set[ObjectKey] = field(default_factory=set)
 
 
 class Budgets:
     def __init__(self, registry: Registry, routes: Routes) -> None:
         self._registry = registry
         self._routes = routes
+        self._covers: dict[ObjectKey, _Cover] = {}
         registry.after.append(self.note)
 
     def note(self, kind: Kind, before: Record | None, after: Record | None) -> None:
         record = after or before
-        if record is not None and kind.resource in (_PODS, _BUDGETS):
+        if record is None:
+            return
+        if kind.resource == _BUDGETS:
+            if after is None:
+                self._covers.pop(record.key, None)
+            else:
+                self._write(after)
+        elif kind.resource == _PODS:
             for budget in self._registry.store.every(_BUDGETS, record.key[0]):
-                self._write(budget)
+                cover = self._cover(budget)
+                was_covered = record.key in cover.pods
+                cover.pods.discard(record.key)
+                if after is not None and cover.test(_labels(after)):
+                    cover.pods.add(record.key)
+                if was_covered or record.key in cover.pods:
+                    self._write(budget)
+
+    def _cover(self, budget: Record) -> _Cover:
+        selector = budget.body["spec"].get("selector")
+        cover = self._covers.get(budget.key)
+        if cover is None or cover.selector != selector:
+            cover = _Cover(selector, (lambda labels: False) if selector is None else from_object(selector))
+            pods = self._registry.store.every(_PODS, budget.key[0])
+            cover.pods.update(pod.key for pod in pods if cover.test(_labels(pod)))
+            self._covers[budget.key] = cover
+        return cover
 
     def check(self, pod: Record) -> None:
         """Refuses an eviction that a budget forbids. Pods that do not run are never protected."""
         phase = pod.body.get("status", {}).get("phase")
         if phase != "Running" or "deletionTimestamp" in pod.body["metadata"]:
             return
-        covering = [one for one in self._registry.store.every(_BUDGETS, pod.key[0]) if _covers(one.body, pod.body)]
+        covering = [one for one in self._registry.store.every(_BUDGETS, pod.key[0]) if pod.key in self._cover(one).pods]
         if len(covering) > 1:
             message = "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support."
             raise Refused(500, "", message)
@@ -49,7 +84,8 @@ class Budgets:
             raise refused
 
     def _write(self, budget: Record) -> None:
-        pods = [one.body for one in self._registry.store.every(_PODS, budget.key[0]) if _covers(budget.body, one.body)]
+        found = [self._registry.store.get(_PODS, key) for key in sorted(self._cover(budget).pods)]
+        pods = [one.body for one in found if one is not None]
         pods = [one for one in pods if one.get("status", {}).get("phase") not in ("Failed", "Succeeded")]
         healthy = sum(1 for one in pods if _is_ready(one) and "deletionTimestamp" not in one["metadata"])
         spec = budget.body["spec"]
@@ -89,9 +125,8 @@ class Budgets:
         return sum(wanted.values())
 
 
-def _covers(budget: Json, pod: Json) -> bool:
-    selector = budget["spec"].get("selector")
-    return selector is not None and from_object(selector)(pod["metadata"].get("labels") or {})
+def _labels(pod: Record) -> dict[str, str]:
+    return pod.body["metadata"].get("labels") or {}
 
 
 def _is_ready(pod: Json) -> bool:
