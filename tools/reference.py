@@ -23,6 +23,7 @@ from dlrover.cli.help.tree import CommandEntry, OptionEntry, all_commands
 from dlrover.cli.main import app
 from dlrover.cli.options.table import OPTIONS, Option
 from dlrover.protocol.messages.fleet import FleetSpec, ReplicaSpec, Resource
+from dlrover.trainer.older_names import older_names_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MADE = "`python -m tools.reference` writes this page."
@@ -34,6 +35,7 @@ MODULES = (
     (f"{FRONT_ENDS}.deepspeed", "Checkpoints of DeepSpeed"),
     (f"{FRONT_ENDS}.megatron_sharded", "Checkpoints of Megatron-Core"),
     (f"{FRONT_ENDS}.hf_trainer", "Checkpoints of the Trainer of transformers"),
+    ("dlrover.trainer.torch.transformers_callback", "A callback for the Trainer of transformers"),
     ("dlrover.trainer.events", "Events of training scripts"),
     ("dlrover.unified", "Multi-role jobs on Ray"),
 )
@@ -157,6 +159,7 @@ def _described(name: str, value: Any, mark: str) -> Iterator[str]:
     yield f"    {name}{_signature(value)}"
     if text := _text_of(value):
         yield from ("", text)
+    yield from _older(value.__init__ if inspect.isclass(value) else value)
     if inspect.isclass(value):
         for method, member in _members(value):
             is_property = isinstance(member, property)
@@ -165,6 +168,13 @@ def _described(name: str, value: Any, mark: str) -> Iterator[str]:
             yield from ("", f"**`{method}{taken}`**")
             if text:
                 yield from ("", text)
+            yield from _older(member)
+
+
+def _older(function: Any) -> Iterator[str]:
+    if names := older_names_of(function):
+        accepted = ", ".join(f"`{older}` for `{name}`" for older, name in sorted(names.items()))
+        yield from ("", f"Also accepted, by name: {accepted}.")
 
 
 def _is_enum(value: Any) -> bool:

@@ -431,7 +431,6 @@ _INSIDE = "a class of the original's inside; this implementation is built differ
 _KUBERNETES = (
     "the original's master on Kubernetes; here a platform does its work, and none of it is a class for scripts"
 )
-_TENSORFLOW = "training with TensorFlow"
 
 
 def _all(reason: str, names: str) -> dict[str, str]:
@@ -469,5 +468,5 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "dlrover.python.util.state.memory_store": _all(_INSIDE, "MemoryStore"),
     "dlrover.python.util.state.stats_backend": _all(_INSIDE, "LocalFileStateBackend"),
     "dlrover.python.util.state.store_mananger": _all(_INSIDE, "MemoryStoreManager StoreManager"),
-    "dlrover.trainer.util.conf_util": _all(_TENSORFLOW, "ConfigurationManagerInterface ConfigurationManagerMeta"),
+    "dlrover.trainer.util.conf_util": _all(_INSIDE, "ConfigurationManagerInterface ConfigurationManagerMeta"),
 }

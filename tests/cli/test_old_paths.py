@@ -62,7 +62,7 @@ def test_a_name_whose_feature_is_not_there_says_what_is_missing(module: str, nam
 
 
 def test_a_missing_name_stops_a_script_with_a_sentence() -> None:
-    with pytest.raises(ImportError, match="belongs to training with TensorFlow"):
+    with pytest.raises(ImportError, match="belongs to a class of the original's inside"):
         from dlrover.trainer.util.conf_util import ConfigurationManagerMeta  # noqa: F401
 
 

@@ -18,6 +18,8 @@ FLAGS = [
     "--disable-dev-shm-usage",
     "--no-first-run",
 ]
+MOST_STOPS = 120
+"""A page that has more of them is no page for a keyboard."""
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no chromium on this machine: apt-get install chromium")
 
 
@@ -68,6 +70,14 @@ class Tab:
         except TooLate:
             said = self.page.text_content(selector) if self.page.locator(selector).count() else "is not there"
             raise AssertionError(f"{selector} did not say {text!r} in time: {str(said)[:3000]}") from None
+
+    def tab_to(self, wanted: str) -> None:
+        """Press Tab until this is so."""
+        for _ in range(MOST_STOPS):
+            if self.page.evaluate(wanted):
+                return
+            self.page.keyboard.press("Tab")
+        raise AssertionError(f"{MOST_STOPS} times Tab, and never {wanted}")
 
     def act(self, button: str, reason: str = "") -> None:
         """Press a button that asks first, and say yes."""

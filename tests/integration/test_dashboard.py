@@ -207,6 +207,36 @@ def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thous
         assert tab.complaints == []
 
 
+WIDTHS = {"a phone": 390, "a tablet": 820, "a desk": 1400}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_three_widths_and_needs_no_mouse(thousand: Thousand, scheme: str) -> None:
+    page = thousand.page
+    with open_browser() as browser:
+        tab = Tab(browser, color_scheme=scheme).open(f"{page.url}/?token={TOKEN}")
+        is_dark = tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 19, 29)"
+        assert is_dark == (scheme == "dark")
+        for node, (screen, width) in zip((998, 997, 996), WIDTHS.items(), strict=True):
+            tab.page.set_viewport_size({"width": width, "height": 844})
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, screen
+            tab.tab_to("document.activeElement.id === 'grid'")
+            for key in ("End", *["ArrowLeft"] * (999 - node), "Enter"):
+                tab.page.keyboard.press(key)
+            tab.wait_for_text("#node h3", f"worker-{node}")
+            tab.tab_to("document.activeElement.textContent.includes('Cordon')")
+            tab.page.keyboard.press("Enter")
+            tab.tab_to("document.activeElement.id === 'confirm-yes'")
+            tab.page.keyboard.press("Enter")
+            tab.page.wait_for_selector("dialog", state="hidden")
+            wait_until(lambda node=node: cordoned(page)[-1:] == [node], explain=lambda screen=screen: screen)
+        assert tab.complaints == []
+
+
+def cordoned(page: Page) -> list[int]:
+    return [wish.node for wish in page.job.asked if isinstance(wish, RelaunchNode) and wish.is_cordoned]
+
+
 def test_the_curve_of_scaling_has_its_points_and_its_marks(thousand: Thousand) -> None:
     """Line 12 of scaling: speed over nodes with the fitted curve, and a mark for each change."""
     page = thousand.page

@@ -32,6 +32,7 @@ from dlrover.master.journal.journal import Journal
 from dlrover.python.aliases import ALIASES
 from dlrover.simulator.campaign import draw_plan
 from dlrover.simulator.simulation import Simulation
+from dlrover.trainer.older_names import older_names_of
 
 FOLDER = Path(__file__).parent
 TRACES = FOLDER / "traces.txt"
@@ -132,7 +133,9 @@ def _taken(value: object) -> str:
         return "(…)"
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-    return re.sub(r"<[\w.]+ object at 0x[0-9a-f]+>", "<an object>", text)
+    text = re.sub(r"<[\w.]+ object at 0x[0-9a-f]+>", "<an object>", text)
+    older = older_names_of(value.__init__ if inspect.isclass(value) else value)
+    return text + "".join(f" [{name}: also {each}]" for each, name in sorted(older.items()))
 
 
 def helps() -> str:

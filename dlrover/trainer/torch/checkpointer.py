@@ -238,7 +238,7 @@ class _DeepSpeedWay:
         self.engine = self.front.async_save_engine
 
     def save(self, step: int, rest: dict[str, Any], storage_type: StorageType, **options: Any) -> SaveResult:
-        return self.front.save_checkpoint(self._dir, tag=step, client_state=rest, storage_type=storage_type, **options)
+        return self.front.save_checkpoint(self._dir, tag=step, extra=rest, storage_type=storage_type, **options)
 
     def restore(self, path: str) -> dict[str, Any] | None:
         directory, tag = os.path.split(path.rstrip("/")) if path else (self._dir, None)

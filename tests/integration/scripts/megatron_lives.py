@@ -1,23 +1,26 @@
 """
 Two ranks of a Megatron job that is killed once after a memory save, and goes on from memory.
 
-    megatron_lives.py core|lm FOLDER
+    megatron_lives.py core|any|lm FOLDER
 
-core: a tiny GPT of the real megatron-core, cut by tensor parallelism, in its distributed checkpoints. lm: the front end for Megatron-LM's own
+core: a tiny GPT of the real megatron-core, cut by tensor parallelism, in its distributed checkpoints. any: the same with `dlrover.Checkpointer`. lm: the front end for Megatron-LM's own
 functions, with the tests' stand-in for them, two data-parallel ranks.
 """
 
 import argparse
+import gc
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-STANDIN = Path(__file__).parents[2] / "trainer" / "megatron_standin"
+TESTS = Path(__file__).parents[2]
+STANDIN = TESTS / "trainer" / "torch" / "flash_checkpoint" / "frameworks" / "megatron_standin"
 
 
 class Core:
@@ -26,13 +29,16 @@ class Core:
     def __init__(self, folder: Path, *, is_first: bool = True) -> None:
         from megatron.core import parallel_state
 
-        from dlrover.trainer.torch.flash_checkpoint.megatron_sharded import MegatronShardedCheckpointer
-
         if is_first:
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         self.directory = folder / "checkpoints"
-        self.checkpointer = MegatronShardedCheckpointer(self.directory, checkpoint_interval=(7, 7))
+        self.checkpointer = self.new_checkpointer(self.directory, checkpoint_interval=(7, 7))
         self.wait = self.checkpointer.wait_latest_checkpoint
+
+    def new_checkpointer(self, directory: Path, **options: Any) -> Any:
+        from dlrover.trainer.torch.flash_checkpoint.megatron_sharded import MegatronShardedCheckpointer
+
+        return MegatronShardedCheckpointer(directory, **options)
 
     def new_model(self, seed: int) -> torch.nn.Module:
         from megatron.core.models.gpt import GPTModel
@@ -79,6 +85,19 @@ class Core:
             return 0
         model.load_state_dict(state["model"])
         return state["iteration"]
+
+
+class AnyModel(Core):
+    """The same through `dlrover.Checkpointer`."""
+
+    def new_checkpointer(self, directory: Path, **options: Any) -> Any:
+        sys.path.insert(0, str(TESTS.parent))
+        from tests.trainer.torch.flash_checkpoint.any_front import MegatronFront
+
+        return MegatronFront(directory, **options)
+
+    def _filled(self, model: torch.nn.Module, state: dict | None) -> int:
+        return super()._filled(model, state and {**state, "iteration": state["step"]})
 
 
 class Lm:
@@ -134,7 +153,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 def main() -> None:
     folder = Path(sys.argv[2])
     dist.init_process_group("gloo")
-    job = Core(folder) if sys.argv[1] == "core" else Lm(folder)
+    job = {"core": Core, "any": AnyModel, "lm": Lm}[sys.argv[1]](folder)
     from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
 
     model = job.new_model(1)
@@ -167,10 +186,13 @@ def main() -> None:
         dist.barrier()
         for place in ("theirs", "."):  # with Megatron's tracker and nothing of ours; with our manifest and no tracker
             fresh = job.new_model(1)
-            found = Core(folder / place, is_first=False)
+            found = type(job)(folder / place, is_first=False)
             assert found.load(fresh) == 7
             assert same(fresh, job.new_model(5))
             found.checkpointer.close()
+    dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from dlrover.protocol.messages.data import LeasedShard, TaskType
 from dlrover.trainer.agent_link import Link
 from dlrover.trainer.data.shard_reader import ShardReader, SourceRecords, batches_of, check_same_data, spec_of
 from dlrover.trainer.data_sources.source import Source
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.torch.data.batch import Batch, Collate, make_batch
 from dlrover.trainer.torch.data.shard_service import ShardClient, ShardService
 
@@ -109,13 +110,14 @@ class ShardDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is no
             text = self._reader.checkpoint()
         return {"version": VERSION, "name": spec.name, "fingerprint": spec.fingerprint, "shards": text}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @older_names(state="state_dict")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         Go on there if this job has not used anything yet; otherwise its own books are right, which go back with the model.
 
         All ranks call it: the first restores, the others wait for that. Raises SourceChanged if the data are others.
         """
-        check_same_data(state, self._records.spec)
+        check_same_data(state_dict, self._records.spec)
         if get_worker_info() is not None:
             if not self._connected().is_begun():
                 raise ConfigError(
@@ -124,10 +126,10 @@ class ShardDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is no
                 )
             return
         is_grouped = dist.is_available() and dist.is_initialized()
-        if state["shards"] is not None and not (is_grouped and dist.get_rank()):
+        if state_dict["shards"] is not None and not (is_grouped and dist.get_rank()):
             found = self._reader.state()
             if not found.num_consumed:
-                self._reader.restore(state["shards"])
+                self._reader.restore(state_dict["shards"])
             self._service.is_restored = True
         if is_grouped:
             dist.barrier()

@@ -43,6 +43,7 @@ from dlrover.trainer.data.shard_reader import (
     spec_of,
 )
 from dlrover.trainer.data_sources.source import Source
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.torch.data.batch import Batch, Collate
 
 _LOOK = 1.0
@@ -138,11 +139,12 @@ class StepLoader:
         spec = self._spec
         return {"version": VERSION, "name": spec.name, "fingerprint": spec.fingerprint, "shards": text}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @older_names(state="state_dict")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on there if this job has not used anything yet; otherwise its own books are right. All ranks call it."""
-        check_same_data(state, self._spec)
-        if self._rank == 0 and state["shards"] is not None and not self._reader.state().num_consumed:
-            self._reader.restore(state["shards"])
+        check_same_data(state_dict, self._spec)
+        if self._rank == 0 and state_dict["shards"] is not None and not self._reader.state().num_consumed:
+            self._reader.restore(state_dict["shards"])
         if self._world_size > 1:
             dist.barrier()
 

@@ -35,6 +35,7 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.scaling import JobFacts
 from dlrover.trainer import environment, phases
 from dlrover.trainer.facts import tell_facts
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.progress import report
 from dlrover.trainer.torch.elastic.dataloader import ElasticDataLoader
 from dlrover.trainer.torch.elastic.sampler import ElasticDistributedSampler
@@ -259,10 +260,11 @@ class ElasticTrainer:
         self._is_last, self._is_accumulating = True, False
         self.whole_state = self.state_dict()
 
-    def deal(self, sampler: ElasticDistributedSampler, micro_batch_size: int) -> None:
+    @older_names(micro_batch_size="batch_size")
+    def deal(self, sampler: ElasticDistributedSampler, batch_size: int) -> None:
         """Let every rank read what it stands in for. To be called before the loader is iterated."""
-        sampler.play(self.max_workers, micro_batch_size)
-        self._sampler, self._micro_batch_size = sampler, micro_batch_size
+        sampler.play(self.max_workers, batch_size)
+        self._sampler, self._micro_batch_size = sampler, batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Between two steps: where the training stands, also in the middle of an epoch, for any number of workers."""
@@ -276,16 +278,17 @@ class ElasticTrainer:
             state["sampler"] = self._sampler.state_dict()
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @older_names(state="state_dict")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on there. The batch of a step stays what it was: a job for another number of workers is refused."""
-        if state["max_workers"] != self.max_workers:
+        if state_dict["max_workers"] != self.max_workers:
             raise ConfigError(
-                f"The state is of a job for {state['max_workers']} workers, this one is for {self.max_workers}: its steps would have "
+                f"The state is of a job for {state_dict['max_workers']} workers, this one is for {self.max_workers}: its steps would have "
                 "another batch. Give the same largest number of nodes, or max_workers."
             )
-        self.num_steps = int(state["num_steps"])
-        if self._sampler is not None and "sampler" in state:
-            self._sampler.load_state_dict(state["sampler"])
+        self.num_steps = int(state_dict["num_steps"])
+        if self._sampler is not None and "sampler" in state_dict:
+            self._sampler.load_state_dict(state_dict["sampler"])
         self.whole_state = self.state_dict()
 
     def _check_scaler(self) -> None:

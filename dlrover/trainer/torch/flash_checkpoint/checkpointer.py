@@ -67,7 +67,7 @@ class FlashCheckpointer(abc.ABC):
         """Copy the state into memory; with DISK have it written to storage in the background."""
 
     @abc.abstractmethod
-    def load_checkpoint(self, resume_path: str | os.PathLike[str] = "") -> dict[str, Any]:
+    def load_checkpoint(self, path: str | os.PathLike[str] = "") -> dict[str, Any]:
         """The newest state that all ranks have; empty when there is none."""
 
 

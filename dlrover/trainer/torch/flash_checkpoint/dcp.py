@@ -25,6 +25,7 @@ from torch.futures import Future
 from dlrover.protocol.errors import ConfigError, DLRoverError
 from dlrover.snapshot.copy.copying import Copier
 from dlrover.snapshot.storage.storage import storage_for
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, StorageType
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_items import DcpPart, resolve_items
 from dlrover.trainer.torch.flash_checkpoint.frameworks.dcp_plan import data_file, encode_metadata, place, with_places
@@ -144,20 +145,21 @@ class FlashStorageWriter(StorageWriter):  # type: ignore[misc]  # torch does not
 
 class FlashStorageReader(PieceReader):
     """
-    Reads the newest state that all ranks can have, from memory or storage, or the checkpoint at `resume_path`.
+    Reads the newest state that all ranks can have, from memory or storage, or the checkpoint at `path`.
 
     All ranks make it together. `step` says which state it is; None: there is none, and reading raises FileNotFoundError.
     """
 
-    def __init__(self, checkpointer: Any, resume_path: str | os.PathLike[str] = "") -> None:
+    @older_names(resume_path="path")
+    def __init__(self, checkpointer: Any, path: str | os.PathLike[str] = "") -> None:
         engine = _engine_of(checkpointer)
-        reader = engine.get_storage_reader(resume_path)
+        reader = engine.get_storage_reader(path)
         self.step: int | None = None
         if reader is None:
             super().__init__(Metadata({}), _Nothing(engine.checkpoint_dir), engine._copier)
         else:
             super().__init__(reader._metadata, reader._pieces, reader._copier)
-            self.step = None if resume_path else engine.restored_step
+            self.step = None if path else engine.restored_step
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if isinstance(self._pieces, _Nothing):

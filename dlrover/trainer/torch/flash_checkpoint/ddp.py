@@ -18,6 +18,7 @@ from typing import Any
 from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.storage import full_path
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
@@ -123,18 +124,19 @@ class DdpCheckpointer(Checkpointer):
             step, lambda storage_type: self.save_checkpoint(step, state_fn(), storage_type=storage_type)
         )
 
+    @older_names(resume_path="path")
     def load_checkpoint(
-        self, resume_path: str | os.PathLike[str] = "", *, into: dict[str, Any] | None = None
+        self, path: str | os.PathLike[str] = "", *, into: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """
         The newest state that all ranks can have, from memory or storage, on the CPU; {} when there is none.
 
-        A `resume_path` (a file, or the directory of a checkpoint) wins over everything, and has to exist. All ranks call this.
+        A `path` (a file, or the directory of a checkpoint) wins over everything, and has to exist. All ranks call this.
 
         `into` is a state like the saved one: its tensors are filled where they are and returned, which is as fast as memory is, while fresh
         ones cost several times that. What is not a tensor is only returned. If this raises, the tensors hold anything.
         """
-        state = self._engine.load_file(resume_path, into=into) if resume_path else self._engine.load(PART, into=into)
+        state = self._engine.load_file(path, into=into) if path else self._engine.load(PART, into=into)
         return {} if state is None else state
 
     def wait_for_staging(self) -> bool:

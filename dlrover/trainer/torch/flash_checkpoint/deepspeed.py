@@ -6,7 +6,7 @@
     checkpointer = DeepSpeedCheckpointer(engine, "/shared/run7")
     path, client_state = checkpointer.load_checkpoint("/shared/run7")   # (None, None) at the very beginning
     ...
-    checkpointer.save_checkpoint("/shared/run7", tag=step, client_state={"step": step}, storage_type=StorageType.MEMORY)
+    checkpointer.save_checkpoint("/shared/run7", tag=step, extra={"step": step}, storage_type=StorageType.MEMORY)
 
 DeepSpeed asks a checkpoint engine of its own to write and read files, one call per file. For the time of a save ours takes its place and keeps
 the objects instead of writing them; for the time of a load it answers from memory. So nothing of torch is replaced, other threads notice
@@ -27,6 +27,7 @@ from typing import Any
 from dlrover.agreed.cadence import BUDGET
 from dlrover.protocol.errors import ConfigError
 from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import DeepSpeedCheckpointEngine
@@ -130,9 +131,10 @@ class FileInMemory(os.PathLike[str]):
 
 
 class DeepSpeedCheckpointer:
+    @older_names(engine="model")
     def __init__(
         self,
-        engine: Any,
+        model: Any,
         checkpoint_dir: str | os.PathLike[str],
         comm_backend: str = "",
         deletion_strategy: object = None,
@@ -145,21 +147,21 @@ class DeepSpeedCheckpointer:
         overhead_budget: float = BUDGET,
     ) -> None:
         """
-        `engine` is what `deepspeed.initialize` returned. All ranks make this together. `comm_backend` is accepted and not needed: ranks
+        `model` is what `deepspeed.initialize` returned. All ranks make this together. `comm_backend` is accepted and not needed: ranks
         agree over gloo. The last two are for `save_if_due`.
         """
-        if _says(engine, "zero_nvme_offload_optimizer"):
+        if _says(model, "zero_nvme_offload_optimizer"):
             raise ConfigError(
                 "DeepSpeed offloads the optimizer state to NVMe (offload_optimizer). Snapshots in memory do not hold "
                 "such files. Save with "
                 "engine.save_checkpoint, or switch the offload to NVMe off."
             )
         read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
-        self.engine = engine
+        self.engine = model
         self._engine = DeepSpeedCheckpointEngine(
             checkpoint_dir,
             storage=storage,
-            zero_stage=_zero_stage(engine),
+            zero_stage=_zero_stage(model),
             save_timeout=save_timeout,
             deletion_strategy=deletion_strategy,
             num_slots=num_slots,
@@ -167,7 +169,7 @@ class DeepSpeedCheckpointer:
         )
         self.checkpoint_dir, self.storage = os.fspath(checkpoint_dir), self._engine.storage
         self._cadence = SaveCadence(self._engine, checkpoint_interval, overhead_budget)
-        self._is_model_holder = _is_first_with(_model_file(engine, "", ""))
+        self._is_model_holder = _is_first_with(_model_file(model, "", ""))
         self._lock = threading.Lock()
         """Guards the engine's attributes while ours stand in their place: two saves at a time would restore them wrongly."""
 
@@ -175,11 +177,12 @@ class DeepSpeedCheckpointer:
     def async_save_engine(self) -> DeepSpeedCheckpointEngine:
         return self._engine
 
+    @older_names(save_dir="checkpoint_dir", client_state="extra")
     def save_checkpoint(
         self,
-        save_dir: str | os.PathLike[str],
+        checkpoint_dir: str | os.PathLike[str],
         tag: int | str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         storage_type: StorageType = StorageType.DISK,
         *,
@@ -190,20 +193,20 @@ class DeepSpeedCheckpointer:
         """
         What `engine.save_checkpoint` would write, copied into memory; with DISK the agent writes it afterwards. All ranks call this.
 
-        `save_dir` is the directory of checkpoints or one below it. The tag names the checkpoint; its step is the tag where that is a number, else
+        `checkpoint_dir` is the directory of checkpoints or one below it. The tag names the checkpoint; its step is the tag where that is a number, else
         the engine's count of steps. `metric` is how good the state is, for `KeepBest`.
         """
         if not isinstance(storage_type, StorageType):
             raise ValueError(f"storage_type must be StorageType.MEMORY or StorageType.DISK (got {storage_type!r}).")
         tag_name = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
         step = self._step_of(tag)
-        target, inside = self._place(os.fspath(save_dir), tag_name)
+        target, inside = self._place(os.fspath(checkpoint_dir), tag_name)
         is_storage = storage_type is StorageType.DISK
         more = {"exclude_frozen_parameters": True} if exclude_frozen_parameters else {}  # older engines do not know it
-        with self._standing_in(AsyncCheckpointAgent(os.fspath(save_dir))) as agent, self._keeping_the_model():
+        with self._standing_in(AsyncCheckpointAgent(os.fspath(checkpoint_dir))) as agent, self._keeping_the_model():
             # Without "latest": the agent writes it when the checkpoint counts.
             self.engine.save_checkpoint(
-                os.fspath(save_dir), tag=tag_name, client_state=dict(client_state or {}), save_latest=False, **more
+                os.fspath(checkpoint_dir), tag=tag_name, client_state=dict(extra or {}), save_latest=False, **more
             )
         files: dict[str, Any] = {
             os.path.normpath(os.path.join(inside, os.path.relpath(name, tag_name))): state
@@ -228,11 +231,12 @@ class DeepSpeedCheckpointer:
             metric=metric,
         )
 
+    @older_names(save_dir="checkpoint_dir", client_state="extra")
     def save_if_due(
         self,
-        save_dir: str | os.PathLike[str],
+        checkpoint_dir: str | os.PathLike[str],
         tag: int | str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> SaveResult | None:
         """
@@ -241,18 +245,17 @@ class DeepSpeedCheckpointer:
         """
         return self._cadence.save_if_due(
             self._step_of(tag),
-            lambda storage_type: self.save_checkpoint(
-                save_dir, tag, client_state, storage_type=storage_type, **options
-            ),
+            lambda storage_type: self.save_checkpoint(checkpoint_dir, tag, extra, storage_type=storage_type, **options),
         )
 
     def is_save_requested(self) -> bool:
         """Whether a checkpoint is wanted soon; the next save will be one to storage by itself. The same on all ranks."""
         return self._engine.is_save_requested
 
+    @older_names(load_dir="checkpoint_dir")
     def load_checkpoint(
         self,
-        load_dir: str | os.PathLike[str],
+        checkpoint_dir: str | os.PathLike[str],
         tag: int | str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -264,7 +267,7 @@ class DeepSpeedCheckpointer:
         As the engine's own. Without a tag the newest checkpoint, from memory or storage; with one, that one, from memory if it
         is there. All ranks call this.
         """
-        directory = os.fspath(load_dir)
+        directory = os.fspath(checkpoint_dir)
         arguments: dict[str, Any] = {
             "load_module_strict": load_module_strict,
             "load_optimizer_states": load_optimizer_states,

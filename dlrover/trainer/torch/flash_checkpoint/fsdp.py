@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from dlrover.agreed.cadence import BUDGET
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import Checkpointer, SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
@@ -77,12 +78,13 @@ class FsdpShardCheckpointer:
         self.checkpoint_dir, self.storage = os.fspath(checkpoint_dir), self.engine.storage
         self._cadence = SaveCadence(self.engine, checkpoint_interval, overhead_budget)
 
+    @older_names(extra_sd="extra")
     def save_checkpoint(
         self,
         step: int,
         model: torch.nn.Module | Mapping[str, Any] | None = None,
         optimizer: torch.optim.Optimizer | str | os.PathLike[str] | None = None,
-        extra_sd: Mapping[str, Any] | StorageType | None = None,
+        extra: Mapping[str, Any] | StorageType | None = None,
         path: str | os.PathLike[str] = "",
         storage_type: StorageType = StorageType.DISK,
         *,
@@ -102,51 +104,53 @@ class FsdpShardCheckpointer:
         if state_dict is not None:
             if isinstance(optimizer, (str, os.PathLike)):
                 path = optimizer
-            if isinstance(extra_sd, StorageType):
-                storage_type = extra_sd
+            if isinstance(extra, StorageType):
+                storage_type = extra
             return self.engine.save_state(
                 step, state_dict, path, storage_type, on_busy=on_busy, lazy=lazy, metric=metric
             )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"save_checkpoint takes a model or a state dict, not {type(model).__name__}.")
-        if isinstance(optimizer, (str, os.PathLike)) or isinstance(extra_sd, StorageType):
+        if isinstance(optimizer, (str, os.PathLike)) or isinstance(extra, StorageType):
             raise TypeError("With a model, path and storage_type are given by name: save_checkpoint(..., path=...).")
         is_new = _is_new(optimizer)
-        state = {**self._state_of(model, optimizer), **_checked_extra(extra_sd, (MODEL, OPTIMIZER))}
+        state = {**self._state_of(model, optimizer), **_checked_extra(extra, (MODEL, OPTIMIZER))}
         if is_new:
             state[OPTIMIZER] = _made_new(optimizer, state[OPTIMIZER])
-        extra = dict(extra_sd or {})
-        save_log().saved(lambda: KnownSave(self.engine, step, extra, {}, lambda: self._last_state(model, optimizer)))
+        beside = dict(extra or {})
+        save_log().saved(lambda: KnownSave(self.engine, step, beside, {}, lambda: self._last_state(model, optimizer)))
         return self.engine.save_state(step, state, path, storage_type, on_busy=on_busy, lazy=lazy, metric=metric)
 
+    @older_names(extra_sd="extra")
     def save_if_due(
         self,
         step: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        extra_sd: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> SaveResult | None:
         """Save this step if it is time, to memory or to storage. All ranks call this at every step. None: it is not time."""
         return self._cadence.save_if_due(
             step,
-            lambda storage_type: self.save_checkpoint(step, model, optimizer, extra_sd, storage_type=storage_type),
+            lambda storage_type: self.save_checkpoint(step, model, optimizer, extra, storage_type=storage_type),
         )
 
+    @older_names(resume_path="path")
     def load_checkpoint(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        resume_path: str | os.PathLike[str] = "",
+        path: str | os.PathLike[str] = "",
     ) -> dict[str, Any]:
         """
         Load the newest state that all ranks can have into the model and the optimizer, from memory or storage. Returns what was saved
-        as `extra_sd`, all of it; {} when there is no state.
+        as `extra`, all of it; {} when there is no state.
 
-        A `resume_path` (the directory of a DCP checkpoint, no matter which program wrote it) wins over everything, and has to exist. All ranks call this.
+        A `path` (the directory of a DCP checkpoint, no matter which program wrote it) wins over everything, and has to exist. All ranks call this.
         """
         is_new = _is_new(optimizer)
         wanted = self._state_of(model, optimizer)
-        state = self.engine.load_state(wanted, resume_path)
+        state = self.engine.load_state(wanted, path)
         if state is None:
             if is_new:
                 _made_new(optimizer, wanted[OPTIMIZER])
@@ -165,12 +169,13 @@ class FsdpShardCheckpointer:
             save_log().restored(KnownSave(self.engine, step, extra, {}, lambda: self._last_state(model, optimizer)))
         return extra
 
-    def get_storage_reader(self, resume_path: str | os.PathLike[str] = "") -> PieceReader | None:
+    @older_names(resume_path="path")
+    def get_storage_reader(self, path: str | os.PathLike[str] = "") -> PieceReader | None:
         """
         For scripts that call `torch.distributed.checkpoint.load` themselves: a reader of the newest state that all ranks can have; None
         when there is none. It is good until the next save. All ranks call this.
         """
-        return self.engine.get_storage_reader(resume_path)
+        return self.engine.get_storage_reader(path)
 
     @property
     def restored_step(self) -> int | None:
@@ -249,12 +254,13 @@ class FsdpFullCheckpointer:
         )
         self.checkpoint_dir, self.storage = self._inner.checkpoint_dir, self._inner.storage
 
+    @older_names(extra_sd="extra")
     def save_checkpoint(
         self,
         step: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        extra_sd: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         path: str | os.PathLike[str] = "",
         storage_type: StorageType = StorageType.DISK,
         *,
@@ -273,32 +279,34 @@ class FsdpFullCheckpointer:
         state = {
             MODEL: model_state,
             FULL_OPTIMIZER: optimizer_state,
-            **_checked_extra(extra_sd, (MODEL, FULL_OPTIMIZER)),
+            **_checked_extra(extra, (MODEL, FULL_OPTIMIZER)),
         }
         return self._inner.save_checkpoint(step, state, path, storage_type, on_busy=on_busy, metric=metric)
 
+    @older_names(extra_sd="extra")
     def save_if_due(
         self,
         step: int,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        extra_sd: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> SaveResult | None:
         """As for `FsdpShardCheckpointer`."""
         return self._inner.cadence.save_if_due(
             step,
-            lambda storage_type: self.save_checkpoint(step, model, optimizer, extra_sd, storage_type=storage_type),
+            lambda storage_type: self.save_checkpoint(step, model, optimizer, extra, storage_type=storage_type),
         )
 
     def is_save_requested(self) -> bool:
         """As for `FsdpShardCheckpointer`, on the ranks that save."""
         return self._inner.is_save_requested()
 
+    @older_names(resume_path="path")
     def load_checkpoint(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, resume_path: str | os.PathLike[str] = ""
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: str | os.PathLike[str] = ""
     ) -> dict[str, Any]:
-        """As for `FsdpShardCheckpointer`; `resume_path` is a file, or the directory of a checkpoint."""
-        state = self._inner.load_checkpoint(resume_path)
+        """As for `FsdpShardCheckpointer`; `path` is a file, or the directory of a checkpoint."""
+        state = self._inner.load_checkpoint(path)
         if not state:
             return {}
         options = StateDictOptions(full_state_dict=True)
@@ -347,10 +355,10 @@ def _made_new(optimizer: Any, its_state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in its_state.items() if key != "state"}
 
 
-def _checked_extra(extra_sd: Any, taken: tuple[str, str]) -> dict[str, Any]:
-    extra = dict(extra_sd or {})
+def _checked_extra(given: Any, taken: tuple[str, str]) -> dict[str, Any]:
+    extra = dict(given or {})
     if clash := sorted(set(extra) & set(taken)):
-        raise ValueError(f"extra_sd may not have the keys {clash}: they are the model's and the optimizer's.")
+        raise ValueError(f"extra may not have the keys {clash}: they are the model's and the optimizer's.")
     return extra
 
 

@@ -30,6 +30,7 @@ from dlrover.snapshot.storage.manifest import ManifestInvalid
 from dlrover.snapshot.storage.newest import newest_complete
 from dlrover.snapshot.storage.retention import KeepTotal, apply_retention
 from dlrover.snapshot.storage.storage import LocalStorage
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import FileCheckpointEngine
@@ -219,9 +220,10 @@ class HfDdpCheckpointer(HfFlashCheckpointer):
 class HfDeepSpeedCheckpointer(HfFlashCheckpointer):
     """For models that a DeepSpeed engine holds. DeepSpeed writes through `torch.save`, so it is collected as everything else is."""
 
+    @older_names(engine="model")
     def __init__(
         self,
-        engine: Any,
+        model: Any,
         checkpoint_dir: str | os.PathLike[str],
         storage: Any = None,
         comm_backend: str = "",
@@ -229,7 +231,7 @@ class HfDeepSpeedCheckpointer(HfFlashCheckpointer):
         **options: Any,
     ) -> None:
         super().__init__(checkpoint_dir, storage, comm_backend, save_timeout, **options)
-        self.engine = engine
+        self.engine = model
 
 
 class FlashCkptTrainer(Trainer):  # type: ignore[misc]

@@ -32,6 +32,7 @@ from dlrover.snapshot.memory.segment import Segment, segment_paths
 from dlrover.snapshot.storage.manifest import DIRECTORY, ManifestInvalid
 from dlrover.snapshot.storage.persist import pin_newest, release
 from dlrover.snapshot.storage.storage import LocalStorage
+from dlrover.trainer.older_names import older_names
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveResult
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType as StorageType
 from dlrover.trainer.torch.flash_checkpoint.dcp import FlashStorageWriter
@@ -80,9 +81,10 @@ class MegatronShardedCheckpointer:
         )
         self._cadence = SaveCadence(self.engine, checkpoint_interval, overhead_budget)
 
+    @older_names(iteration="step")
     def save_checkpoint(
         self,
-        iteration: int,
+        step: int,
         sharded_state_dict: dict[str, Any],
         storage_type: StorageType = StorageType.DISK,
         **options: Any,
@@ -92,19 +94,20 @@ class MegatronShardedCheckpointer:
         still being written to storage it waits for one, as a caller of Megatron's function expects.
         """
         core = importlib.import_module("megatron.core.dist_checkpointing")
-        strategy = _make_strategy(self.engine, iteration, storage_type)
+        strategy = _make_strategy(self.engine, step, storage_type)
         with tempfile.TemporaryDirectory(prefix="dlrover-megatron-") as folder:
             core.save(sharded_state_dict, folder, sharded_strategy=strategy, **options)
         assert self.engine.last_result is not None, "the strategy has saved"
         return self.engine.last_result
 
-    def save_if_due(self, iteration: int, state_fn: Callable[[], dict[str, Any]], **options: Any) -> SaveResult | None:
+    @older_names(iteration="step")
+    def save_if_due(self, step: int, state_fn: Callable[[], dict[str, Any]], **options: Any) -> SaveResult | None:
         """
         Save this iteration if it is time, to memory or to storage. `state_fn` is only called when there is something to save. All ranks call this after
         every iteration. None: it is not time.
         """
         return self._cadence.save_if_due(
-            iteration, lambda storage_type: self.save_checkpoint(iteration, state_fn(), storage_type, **options)
+            step, lambda storage_type: self.save_checkpoint(step, state_fn(), storage_type, **options)
         )
 
     def is_save_requested(self) -> bool:

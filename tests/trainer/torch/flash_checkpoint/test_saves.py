@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dlrover.snapshot.storage.retention import KeepLatest
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 from dlrover.trainer.torch.flash_checkpoint.saving.agreement import Ranks, share_of
+from tests.trainer.torch.flash_checkpoint.any_front import PlainFront
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +28,30 @@ def memory(tmp_path, monkeypatch):
     return place
 
 
-@pytest.fixture
-def make(tmp_path):
+@contextlib.contextmanager
+def maker(kind, tmp_path):
     made = []
 
-    def build(directory: Path | str = tmp_path / "checkpoints", **options) -> DdpCheckpointer:
-        made.append(DdpCheckpointer(directory, **options))
+    def build(directory: Path | str = tmp_path / "checkpoints", **options):
+        made.append(kind(directory, **options))
         return made[-1]
 
     yield build
     for checkpointer in made:
         checkpointer.close()
+
+
+@pytest.fixture
+def make(tmp_path):
+    with maker(DdpCheckpointer, tmp_path) as build:
+        yield build
+
+
+@pytest.fixture(params=[DdpCheckpointer, PlainFront], ids=["ddp", "any model"])
+def make_any(request, tmp_path):
+    """For what both have to do: the front end of DDP, and `dlrover.Checkpointer` behind its calls."""
+    with maker(request.param, tmp_path) as build:
+        yield build
 
 
 def state_of(step: int) -> dict[str, object]:
@@ -69,12 +84,12 @@ def assert_same(one: object, other: object) -> None:
         assert one == other
 
 
-def test_nothing_is_restored_at_the_very_beginning(make):
-    assert make().load_checkpoint() == {}
+def test_nothing_is_restored_at_the_very_beginning(make_any):
+    assert make_any().load_checkpoint() == {}
 
 
-def test_a_memory_save_comes_back_bit_for_bit_and_writes_no_file(make, tmp_path):
-    checkpointer = make()
+def test_a_memory_save_comes_back_bit_for_bit_and_writes_no_file(make_any, tmp_path):
+    checkpointer = make_any()
     result = checkpointer.save_checkpoint(7, state_of(7), storage_type=StorageType.MEMORY)
     assert result
     assert (result.reason, result.step) == (SaveReason.SAVED, 7)
@@ -84,14 +99,14 @@ def test_a_memory_save_comes_back_bit_for_bit_and_writes_no_file(make, tmp_path)
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_step_0_is_a_step(make):
-    checkpointer = make()
+def test_step_0_is_a_step(make_any):
+    checkpointer = make_any()
     assert checkpointer.save_checkpoint(0, state_of(0), storage_type=StorageType.MEMORY)
     assert_same(checkpointer.load_checkpoint(), state_of(0))
 
 
-def test_restored_tensors_never_alias_the_segment(make):
-    checkpointer = make()
+def test_restored_tensors_never_alias_the_segment(make_any):
+    checkpointer = make_any()
     checkpointer.save_checkpoint(1, state_of(1), storage_type=StorageType.MEMORY)
     restored = checkpointer.load_checkpoint()
     for step in (2, 3, 4):
@@ -101,15 +116,15 @@ def test_restored_tensors_never_alias_the_segment(make):
     assert_same(checkpointer.load_checkpoint(), state_of(4))
 
 
-def test_tied_tensors_stay_tied(make):
-    checkpointer = make()
+def test_tied_tensors_stay_tied(make_any):
+    checkpointer = make_any()
     checkpointer.save_checkpoint(1, state_of(1), storage_type=StorageType.MEMORY)
     model = checkpointer.load_checkpoint()["model"]
     assert model["weight"].data_ptr() == model["tied"].data_ptr()
 
 
-def test_the_structure_may_change_between_saves(make):
-    checkpointer = make()
+def test_the_structure_may_change_between_saves(make_any):
+    checkpointer = make_any()
     for size in (10, 100_000, 3):
         state = {"grown": torch.arange(size), "only": {str(size): torch.ones(size)}}
         assert checkpointer.save_checkpoint(size, state, storage_type=StorageType.MEMORY)
@@ -126,15 +141,15 @@ def test_a_disk_save_is_a_file_for_torch_load_and_the_tracker_names_it(make, tmp
     assert sorted(os.listdir(directory)) == ["12", "dlrover_latest.txt"]
 
 
-def test_another_process_restores_from_storage(make, tmp_path):
-    first = make()
+def test_another_process_restores_from_storage(make_any, tmp_path):
+    first = make_any()
     first.save_checkpoint(3, state_of(3))
     first.close()
-    assert_same(make().load_checkpoint(), state_of(3))
+    assert_same(make_any().load_checkpoint(), state_of(3))
 
 
-def test_closing_waits_for_the_queued_save_and_leaves_no_segment(make, tmp_path, memory):
-    checkpointer = make()
+def test_closing_waits_for_the_queued_save_and_leaves_no_segment(make_any, tmp_path, memory):
+    checkpointer = make_any()
     checkpointer.save_checkpoint(5, state_of(5))
     checkpointer.close()
     assert (tmp_path / "checkpoints" / "dlrover_latest.txt").read_text() == "5"
@@ -181,44 +196,44 @@ def test_a_checkpoint_of_the_original_opens(make, tmp_path):
     assert_same(make().load_checkpoint(), state_of(100))
 
 
-def test_a_tracker_without_its_checkpoint_is_no_reason_to_begin_anew(make, tmp_path):
+def test_a_tracker_without_its_checkpoint_is_no_reason_to_begin_anew(make_any, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "dlrover_latest.txt").write_text("100")
     with pytest.raises(ManifestInvalid, match="step 100"):
-        make().load_checkpoint()
+        make_any().load_checkpoint()
 
 
-def test_a_damaged_file_gives_way_to_the_next_older_checkpoint(make, tmp_path):
-    checkpointer = make()
+def test_a_damaged_file_gives_way_to_the_next_older_checkpoint(make_any, tmp_path):
+    checkpointer = make_any()
     for step in (1, 2):
         checkpointer.save_checkpoint(step, state_of(step))
         checkpointer.wait_latest_checkpoint(30)
     checkpointer.close()
     file = tmp_path / "checkpoints" / "2" / "rank_0.pt"
     os.truncate(file, file.stat().st_size // 2)
-    assert_same(make().load_checkpoint(), state_of(1))
+    assert_same(make_any().load_checkpoint(), state_of(1))
 
 
-def test_storage_that_cannot_be_written_is_told_once_and_the_next_save_works(make, tmp_path, caplog):
+def test_storage_that_cannot_be_written_is_told_once_and_the_next_save_works(make_any, tmp_path, caplog):
     directory = tmp_path / "checkpoints"
     directory.write_text("a file where the directory should be")
-    checkpointer = make(num_slots=3)
+    checkpointer = make_any(num_slots=3)
     for step in (1, 2, 3):
         assert checkpointer.save_checkpoint(step, state_of(step), on_busy="block")
     assert checkpointer.save_checkpoint(4, state_of(4), storage_type=StorageType.MEMORY, on_busy="block")
-    checkpointer._engine.outlet._writer.submit(lambda: None).result()  # the ones before it have failed by now
+    checkpointer.engine.outlet._writer.submit(lambda: None).result()  # the ones before it have failed by now
     assert [record.levelname for record in caplog.records if "not written" in record.message].count("ERROR") == 1
     directory.unlink()
     assert checkpointer.save_checkpoint(5, state_of(5))
     assert checkpointer.wait_latest_checkpoint(30)
 
 
-def test_a_save_is_skipped_while_all_other_slots_are_held(make, tmp_path):
-    checkpointer = make()
+def test_a_save_is_skipped_while_all_other_slots_are_held(make_any, tmp_path):
+    checkpointer = make_any()
     checkpointer.save_checkpoint(1, state_of(1), storage_type=StorageType.MEMORY)
     from dlrover.snapshot.memory.segment import Segment
 
-    [path] = segment_paths(checkpointer._engine.outlet.home)
+    [path] = segment_paths(checkpointer.engine.outlet.home)
     with Segment(path) as segment:
         with segment.pin(segment.complete_slots()[0].slot):
             assert checkpointer.save_checkpoint(2, state_of(2), storage_type=StorageType.MEMORY)
@@ -229,14 +244,14 @@ def test_a_save_is_skipped_while_all_other_slots_are_held(make, tmp_path):
     assert_same(checkpointer.load_checkpoint(), state_of(4))
 
 
-def test_a_flipped_bit_in_memory_is_caught_and_the_older_snapshot_taken(make):
+def test_a_flipped_bit_in_memory_is_caught_and_the_older_snapshot_taken(make_any):
     from dlrover.snapshot.memory.segment import Segment
     from dlrover.snapshot.storage.persist import sum_slot
 
-    checkpointer = make()
+    checkpointer = make_any()
     for step in (1, 2):
         checkpointer.save_checkpoint(step, state_of(step), storage_type=StorageType.MEMORY)
-    [path] = segment_paths(checkpointer._engine.outlet.home)
+    [path] = segment_paths(checkpointer.engine.outlet.home)
     with Segment(path) as segment:
         newest = segment.complete_slots()[-1]
         assert sum_slot(newest)
@@ -249,9 +264,9 @@ def test_a_flipped_bit_in_memory_is_caught_and_the_older_snapshot_taken(make):
     assert_same(checkpointer.load_checkpoint(), state_of(1))
 
 
-def test_waiting_for_a_save_that_failed_ends_at_once_and_says_why(make, tmp_path, caplog):
+def test_waiting_for_a_save_that_failed_ends_at_once_and_says_why(make_any, tmp_path, caplog):
     (tmp_path / "checkpoints").write_text("a file where the directory should be")
-    checkpointer = make()
+    checkpointer = make_any()
     checkpointer.save_checkpoint(1, state_of(1))
     assert not checkpointer.wait_latest_checkpoint(3600)
     assert "step 1 was not committed: " in caplog.text
@@ -268,11 +283,11 @@ def test_a_step_that_is_saved_twice_is_the_newer_of_the_two(make, tmp_path):
     assert_same(make().load_checkpoint(), state_of(2))
 
 
-def test_ranks_that_hold_different_saves_of_a_step_do_not_mix_them(make, monkeypatch, caplog):
-    checkpointer = make()
+def test_ranks_that_hold_different_saves_of_a_step_do_not_mix_them(make_any, monkeypatch, caplog):
+    checkpointer = make_any()
     for step in (3, 4):
         checkpointer.save_checkpoint(step, state_of(step), storage_type=StorageType.MEMORY)
-    agreement = checkpointer._engine.agreement
+    agreement = checkpointer.engine.agreement
     others = {"steps": {3, 4}, "saves": []}
 
     def common(values):
@@ -288,8 +303,8 @@ def test_ranks_that_hold_different_saves_of_a_step_do_not_mix_them(make, monkeyp
     assert len(set(others["saves"])) == 2, "each save has a number of its own"
 
 
-def test_old_checkpoints_go_as_the_strategy_says(make, tmp_path):
-    checkpointer = make(deletion_strategy=KeepLatest(2))
+def test_old_checkpoints_go_as_the_strategy_says(make_any, tmp_path):
+    checkpointer = make_any(deletion_strategy=KeepLatest(2))
     for step in (1, 2, 3, 4):
         checkpointer.save_checkpoint(step, state_of(step))
         assert checkpointer.wait_latest_checkpoint(30)
@@ -297,17 +312,17 @@ def test_old_checkpoints_go_as_the_strategy_says(make, tmp_path):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["3", "4", "dlrover_latest.txt"]
 
 
-def test_memory_is_prepared_after_the_first_optimizer_step(make):
-    checkpointer = make()
+def test_memory_is_prepared_after_the_first_optimizer_step(make_any):
+    checkpointer = make_any()
     model = torch.nn.Linear(400, 400)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 400)).sum().backward()
     optimizer.step()
-    checkpointer._engine._preparation.wait()
-    [path] = segment_paths(checkpointer._engine.outlet.home)
+    checkpointer.engine._preparation.wait()
+    [path] = segment_paths(checkpointer.engine.outlet.home)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     assert checkpointer.save_checkpoint(1, state, storage_type=StorageType.MEMORY)
-    assert segment_paths(checkpointer._engine.outlet.home) == [path]
+    assert segment_paths(checkpointer.engine.outlet.home) == [path]
 
 
 def test_bad_arguments_are_explained(make):

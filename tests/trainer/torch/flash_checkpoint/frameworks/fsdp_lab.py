@@ -8,6 +8,7 @@ that finds the snapshots of the former: all that a new world on the same node wo
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import shutil
@@ -26,6 +27,8 @@ class Rank(NamedTuple):
     world_size: int
     folder: Path
     """Empty at the beginning of a test, and kept from scene to scene."""
+    front: Any = None
+    """Which checkpointer a scene for several of them uses."""
 
 
 Scene = Callable[[Rank], Any]
@@ -47,12 +50,12 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def play(self, scene: Scene, folder: Path, homes: Sequence[Path]) -> list[Any]:
+    def play(self, scene: Scene, folder: Path, homes: Sequence[Path], front: Any = None) -> list[Any]:
         """A world with one rank for each home. What each rank's scene returned; raises what went wrong, with its traceback."""
         world_size = len(homes)
         meeting = f"file://{folder}/meeting-{uuid.uuid4().hex}"
         for rank in range(world_size):
-            self._pipes[rank].send((scene, Rank(rank, world_size, folder), homes[rank], meeting))
+            self._pipes[rank].send((scene, Rank(rank, world_size, folder, front), homes[rank], meeting))
         answers = []
         for rank in range(world_size):
             if not self._pipes[rank].poll(PATIENCE):
@@ -74,18 +77,18 @@ class Ranks:
 class Node:
     """One test's place: files, and memory that all its worlds share."""
 
-    def __init__(self, ranks: Ranks, folder: Path) -> None:
-        self._ranks, self.folder = ranks, folder
+    def __init__(self, ranks: Ranks, folder: Path, front: Any = None) -> None:
+        self._ranks, self.folder, self._front = ranks, folder, front
         self.home = Path(tempfile.mkdtemp(prefix="dlrover-test-", dir="/dev/shm"))
 
     def play(self, scene: Scene, world_size: int = 2) -> list[Any]:
-        return self._ranks.play(scene, self.folder, [self.home] * world_size)
+        return self._ranks.play(scene, self.folder, [self.home] * world_size, self._front)
 
     def play_apart(self, scene: Scene, homes: Sequence[str]) -> list[Any]:
         """Every rank on a node of its own; the names say which."""
         for name in homes:
             (self.home / name).mkdir(exist_ok=True)
-        return self._ranks.play(scene, self.folder, [self.home / name for name in homes])
+        return self._ranks.play(scene, self.folder, [self.home / name for name in homes], self._front)
 
     @contextlib.contextmanager
     def without_memory(self) -> Iterator[None]:
@@ -108,6 +111,8 @@ def _serve(pipe: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked at again: each collection below takes some milliseconds
     while True:
         try:
             scene, rank, home, meeting = pipe.recv()
@@ -127,6 +132,7 @@ def _serve(pipe: Any) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         finally:
+            gc.collect()  # models stand in cycles and hold the group, whose threads must end before the interpreter does
             if dist.is_initialized():
                 dist.destroy_process_group()
         pipe.send(answer)

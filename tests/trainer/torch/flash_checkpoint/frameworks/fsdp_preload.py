@@ -4,6 +4,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
+import dlrover.trainer.torch.checkpointer
 import dlrover.trainer.torch.flash_checkpoint.dcp
 import dlrover.trainer.torch.flash_checkpoint.fsdp
 

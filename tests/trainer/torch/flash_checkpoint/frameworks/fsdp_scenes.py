@@ -102,7 +102,7 @@ def save_round_trip(rank: Rank) -> dict[str, Any]:
     """Memory, then storage; what comes back is what was saved, and changes no more with the training."""
     model, optimizer = fsdp2()
     train(model, optimizer, range(3))
-    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    checkpointer = rank.front(rank.folder / "run")
     assert checkpointer.load_checkpoint(*fsdp2(5)) == {}, "there is nothing yet"
     saved = checkpointer.save_checkpoint(3, model, optimizer, EXTRA, storage_type=StorageType.MEMORY)
     expected = whole(model, optimizer)
@@ -142,7 +142,7 @@ def load_plainly(rank: Rank) -> str:
 
 def load_newest(rank: Rank) -> tuple[str, int | None, dict[str, Any]]:
     model, optimizer = fsdp2(31)
-    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    checkpointer = rank.front(rank.folder / "run")
     extra = checkpointer.load_checkpoint(model, optimizer)
     step = checkpointer.restored_step
     checkpointer.close()
@@ -152,7 +152,7 @@ def load_newest(rank: Rank) -> tuple[str, int | None, dict[str, Any]]:
 def load_and_go_on(rank: Rank) -> tuple[str, int | None]:
     """Restore, train two steps, save them to memory and the last to storage."""
     model, optimizer = fsdp2(41)
-    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    checkpointer = rank.front(rank.folder / "run")
     first = checkpointer.load_checkpoint(model, optimizer).get("step", 0)
     for step in range(first, first + 2):
         train(model, optimizer, range(step, step + 1))
@@ -250,7 +250,7 @@ def hybrid(seed: int = 1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def save_hybrid_and_load_as(rank: Rank) -> bool:
     model, optimizer = hybrid()
     train(model, optimizer, range(2))
-    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    checkpointer = rank.front(rank.folder / "run")
     assert checkpointer.save_checkpoint(2, model, optimizer, {"step": 2}, on_busy="block")
     assert checkpointer.wait_latest_checkpoint(30)
     expected = whole(model, optimizer)
@@ -269,7 +269,7 @@ def round_trip_of_fsdp1(rank: Rank) -> list[bool]:
         warnings.simplefilter("ignore")  # torch's own, about its own parts
         model, optimizer = fsdp1()
         train(model, optimizer, range(2))
-        checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+        checkpointer = rank.front(rank.folder / "run")
         assert checkpointer.save_checkpoint(2, model, optimizer, {"step": 2})
         expected = whole(model, optimizer)
         assert checkpointer.wait_latest_checkpoint(30)
@@ -389,7 +389,7 @@ def read_what_others_wrote(rank: Rank) -> list[bool]:
 def save_steps(rank: Rank) -> str:
     """Two steps in storage and in memory; returns the state of the older."""
     model, optimizer = fsdp2()
-    checkpointer = FsdpShardCheckpointer(rank.folder / "run")
+    checkpointer = rank.front(rank.folder / "run")
     states = []
     for step in (1, 2):
         train(model, optimizer, range(step - 1, step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -24,6 +25,7 @@ from dlrover.trainer.torch.flash_checkpoint.deepspeed import (
     DeepSpeedCheckpointer,
     StorageType,
 )
+from tests.trainer.torch.flash_checkpoint.any_front import DeepSpeedFront
 
 
 class FilesOnDisk:
@@ -101,12 +103,12 @@ def engine() -> StandIn:
     return StandIn()
 
 
-@pytest.fixture
-def make(directory):
+@contextlib.contextmanager
+def maker(kind, directory):
     made = []
 
-    def build(engine: StandIn) -> DeepSpeedCheckpointer:
-        made.append(DeepSpeedCheckpointer(engine, directory))
+    def build(engine: StandIn):
+        made.append(kind(engine, directory))
         return made[-1]
 
     yield build
@@ -114,8 +116,21 @@ def make(directory):
         checkpointer.close()
 
 
-def test_files_whose_names_end_the_same_are_all_there(make, engine, directory):
-    checkpointer = make(engine)
+@pytest.fixture
+def make(directory):
+    with maker(DeepSpeedCheckpointer, directory) as build:
+        yield build
+
+
+@pytest.fixture(params=[DeepSpeedCheckpointer, DeepSpeedFront], ids=["deepspeed", "any model"])
+def make_any(request, directory):
+    """For what both have to do: the front end of DeepSpeed, and `dlrover.Checkpointer` behind its calls."""
+    with maker(request.param, directory) as build:
+        yield build
+
+
+def test_files_whose_names_end_the_same_are_all_there(make_any, engine, directory):
+    checkpointer = make_any(engine)
     assert checkpointer.save_checkpoint(directory, tag=5)
     assert checkpointer.wait_latest_checkpoint(20)
     names = {path.name for path in (directory / "5").iterdir()} - {".dlrover"}
@@ -154,8 +169,8 @@ def test_a_memory_save_touches_nothing_on_disk_and_comes_back(make, engine, dire
     assert torch.equal(engine.module.weight, saved)
 
 
-def test_a_failing_engine_gets_everything_back_that_was_its_own(make, engine, directory):
-    checkpointer = make(engine)
+def test_a_failing_engine_gets_everything_back_that_was_its_own(make_any, engine, directory):
+    checkpointer = make_any(engine)
     own = engine.checkpoint_engine
     engine.fails = True
     engine.save_non_zero_checkpoint = False
@@ -178,8 +193,8 @@ def test_a_directory_below_is_one_checkpoint_with_its_own_tracker_inside(make, e
     assert path == str(directory / "checkpoint-9" / "global_step9" / "mp_rank_00_model_states.pt")
 
 
-def test_a_tag_that_is_asked_for_is_the_one_that_is_loaded(make, engine, directory):
-    checkpointer = make(engine)
+def test_a_tag_that_is_asked_for_is_the_one_that_is_loaded(make_any, engine, directory):
+    checkpointer = make_any(engine)
     for step in (1, 2):
         engine.global_steps = step
         checkpointer.save_checkpoint(directory, step, {"at": step}, on_busy="block")
@@ -191,13 +206,13 @@ def test_a_tag_that_is_asked_for_is_the_one_that_is_loaded(make, engine, directo
     assert checkpointer.load_checkpoint(directory)[1] == {"at": 3}
 
 
-def test_after_a_cut_between_the_trackers_ours_is_right(make, engine, directory):
-    checkpointer = make(engine)
+def test_after_a_cut_between_the_trackers_ours_is_right(make_any, engine, directory):
+    checkpointer = make_any(engine)
     for step in (1, 2):
         checkpointer.save_checkpoint(directory, step, {"at": step}, on_busy="block")
         assert checkpointer.wait_latest_checkpoint(20)
     (directory / "latest").write_text("1")
-    assert make(StandIn()).load_checkpoint(directory)[1] == {"at": 2}
+    assert make_any(StandIn()).load_checkpoint(directory)[1] == {"at": 2}
 
 
 def test_a_checkpoint_that_deepspeed_wrote_later_by_itself_wins(make, engine, directory):
@@ -208,15 +223,15 @@ def test_a_checkpoint_that_deepspeed_wrote_later_by_itself_wins(make, engine, di
     assert make(StandIn()).load_checkpoint(directory)[1] == {"at": 9}
 
 
-def test_of_a_step_that_was_saved_twice_the_later_state_comes_back(make, engine, directory):
-    checkpointer = make(engine)
+def test_of_a_step_that_was_saved_twice_the_later_state_comes_back(make_any, engine, directory):
+    checkpointer = make_any(engine)
     for life in (1, 2):
         assert checkpointer.save_checkpoint(directory, 4, {"life": life}, storage_type=StorageType.MEMORY)
     assert checkpointer.load_checkpoint(directory)[1] == {"life": 2}
 
 
-def test_a_damaged_snapshot_gives_way_to_the_older_one(make, engine, directory):
-    checkpointer = make(engine)
+def test_a_damaged_snapshot_gives_way_to_the_older_one(make_any, engine, directory):
+    checkpointer = make_any(engine)
     for step in (1, 2):
         assert checkpointer.save_checkpoint(directory, step, {"at": step}, storage_type=StorageType.MEMORY)
     [newest, _] = checkpointer.async_save_engine.snapshots().of_shard(0)
@@ -291,8 +306,8 @@ def flip(path: Path, place: float = 0.5) -> None:
 
 
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.7])
-def test_a_flipped_bit_in_a_file_leads_to_the_next_older_checkpoint(make, engine, directory, place):
-    checkpointer = make(engine)
+def test_a_flipped_bit_in_a_file_leads_to_the_next_older_checkpoint(make_any, engine, directory, place):
+    checkpointer = make_any(engine)
     for step in (1, 2):
         engine.global_steps = step
         assert checkpointer.save_checkpoint(directory, tag=step, on_busy="block")
@@ -300,17 +315,17 @@ def test_a_flipped_bit_in_a_file_leads_to_the_next_older_checkpoint(make, engine
     checkpointer.close()
     flip(directory / "2" / "mp_rank_00_model_states.pt", place)
     other = StandIn()
-    path, _ = make(other).load_checkpoint(directory)
+    path, _ = make_any(other).load_checkpoint(directory)
     assert (path, other.global_steps) == (str(directory / "1" / "mp_rank_00_model_states.pt"), 1)
     with pytest.raises(Corrupt, match="Resume from another checkpoint"):
-        make(StandIn()).load_checkpoint(directory, tag=2)
+        make_any(StandIn()).load_checkpoint(directory, tag=2)
     elsewhere = DeepSpeedCheckpointer(StandIn(), directory.parent / "new run")
     with pytest.raises(Corrupt, match=r"mp_rank_00_model_states\.pt has other bytes"):
         elsewhere.load_checkpoint(directory)
     elsewhere.close()
     flip(directory / "1" / ".dlrover" / "manifest.json")
     with pytest.raises(ManifestInvalid, match="all are damaged"):
-        make(StandIn()).load_checkpoint(directory)
+        make_any(StandIn()).load_checkpoint(directory)
 
 
 @pytest.mark.parametrize(
@@ -323,9 +338,9 @@ def test_a_flipped_bit_in_a_file_leads_to_the_next_older_checkpoint(make, engine
         (("2/.dlrover/manifest.json",), None, 1),
     ],
 )
-def test_a_beginning_is_an_empty_directory(make, engine, directory, caplog, lost, content, expected):
+def test_a_beginning_is_an_empty_directory(make_any, engine, directory, caplog, lost, content, expected):
     """Decision 46: whatever is lost, a complete checkpoint is found and told; where only damaged ones are left, the load raises."""
-    checkpointer = make(engine)
+    checkpointer = make_any(engine)
     assert checkpointer.load_checkpoint(directory) == (None, None)
     for step in (1, 2):
         assert checkpointer.save_checkpoint(directory, step, {"at": step}, on_busy="block")
@@ -333,17 +348,17 @@ def test_a_beginning_is_an_empty_directory(make, engine, directory, caplog, lost
     checkpointer.close()
     for name in lost:
         lose(directory / name, content)
-    assert make(StandIn()).load_checkpoint(directory)[1] == {"at": expected}
+    assert make_any(StandIn()).load_checkpoint(directory)[1] == {"at": expected}
     assert f"complete {'checkpoint' if expected == 2 else 'one'} counts: step {expected}" in caplog.text
     for step in (1, 2):
         (directory / str(step) / ".dlrover" / "manifest.json").unlink(missing_ok=True)
     with pytest.raises(ManifestInvalid, match="damaged checkpoints only"):
-        make(StandIn()).load_checkpoint(directory)
+        make_any(StandIn()).load_checkpoint(directory)
     for step in (1, 2):
         lose(directory / str(step))
     (directory / "latest").write_text("2")
     with pytest.raises(ManifestInvalid, match=r"has no complete checkpoint, but|should hold a step"):
-        make(StandIn()).load_checkpoint(directory)
+        make_any(StandIn()).load_checkpoint(directory)
 
 
 def lose(path: Path, content: str | None = None) -> None:

@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
 from dlrover.snapshot.memory.segment import Segment  # noqa: E402
+from dlrover.trainer.torch.flash_checkpoint.fsdp import FsdpShardCheckpointer  # noqa: E402
+from tests.trainer.torch.flash_checkpoint.any_front import ShardedFront  # noqa: E402
 from tests.trainer.torch.flash_checkpoint.frameworks import fsdp_scenes as scenes  # noqa: E402
 from tests.trainer.torch.flash_checkpoint.frameworks.fsdp_lab import Node, Ranks  # noqa: E402
 
@@ -31,8 +33,16 @@ def node(ranks: Ranks, tmp_path: Path) -> Iterator[Node]:
     made.close()
 
 
-def test_a_state_comes_back_from_memory_and_its_files_are_those_of_torch(node: Node, tmp_path: Path) -> None:
-    found = node.play(scenes.save_round_trip)
+@pytest.fixture(params=[FsdpShardCheckpointer, ShardedFront], ids=["fsdp", "any model"])
+def either(request: pytest.FixtureRequest, ranks: Ranks, tmp_path: Path) -> Iterator[Node]:
+    """A node whose scenes use the front end of FSDP, or `dlrover.Checkpointer` behind its calls."""
+    made = Node(ranks, tmp_path, request.param)
+    yield made
+    made.close()
+
+
+def test_a_state_comes_back_from_memory_and_its_files_are_those_of_torch(either: Node, tmp_path: Path) -> None:
+    found = either.play(scenes.save_round_trip)
     for each in found:
         assert [each[what] for what in ("saved", "memory", "goes on the same", "not aliased")] == [True] * 4
         assert each["step"] == 3
@@ -44,7 +54,7 @@ def test_a_state_comes_back_from_memory_and_its_files_are_those_of_torch(node: N
         "__1_0.distcp",
     }
     assert (tmp_path / "run" / "dlrover_latest.txt").read_text() == "5"
-    for loaded in node.play(scenes.load_plainly, 3):
+    for loaded in either.play(scenes.load_plainly, 3):
         assert loaded == found[0]["whole"], "torch alone reads other values"
     dcp_to_torch_save(directory, tmp_path / "one.pt")
     one = torch.load(tmp_path / "one.pt", weights_only=False)
@@ -52,24 +62,24 @@ def test_a_state_comes_back_from_memory_and_its_files_are_those_of_torch(node: N
     assert one["model"]["first.weight"].shape == (7, 5)
 
 
-def test_worlds_of_other_sizes_restore_the_same_bits(node: Node) -> None:
+def test_worlds_of_other_sizes_restore_the_same_bits(either: Node) -> None:
     """4 ranks, then 3, then 4 again: from memory, and the same from storage."""
-    saved = node.play(scenes.load_and_go_on, 4)
+    saved = either.play(scenes.load_and_go_on, 4)
     assert {first for _, first in saved} == {0}
-    in_memory = node.play(scenes.load_newest, 3)
-    with node.without_memory():
-        stored = node.play(scenes.load_newest, 3)
+    in_memory = either.play(scenes.load_newest, 3)
+    with either.without_memory():
+        stored = either.play(scenes.load_newest, 3)
     assert {step for _, step, _ in (*in_memory, *stored)} == {2}
     states = {state for state, *_ in (*saved, *in_memory, *stored)}
     assert len(states) == 1, "memory and storage, 3 and 4 ranks, do not agree"
 
-    smaller = node.play(scenes.load_and_go_on, 3)
+    smaller = either.play(scenes.load_and_go_on, 3)
     assert {first for _, first in smaller} == {2}
-    left = sorted(path.name[:10] for path in node.home.iterdir())
+    left = sorted(path.name[:10] for path in either.home.iterdir())
     assert left == ["rank-00000", "rank-00001", "rank-00002"], "the fourth rank's memory is of no use to anybody"
-    larger = node.play(scenes.load_newest, 4)
-    with node.without_memory():
-        stored = node.play(scenes.load_newest, 4)
+    larger = either.play(scenes.load_newest, 4)
+    with either.without_memory():
+        stored = either.play(scenes.load_newest, 4)
     assert {step for _, step, _ in (*larger, *stored)} == {4}
     assert len({state for state, *_ in (*larger, *stored, *smaller)}) == 1
 
@@ -99,14 +109,14 @@ def test_pieces_come_from_other_nodes_memory(node: Node) -> None:
     assert node.play_apart(scenes.load_newest_numbers, "cab") == [(1, True)] * 3, "the copy is damaged"
 
 
-def test_replicated_pieces_are_written_once_and_kept_for_every_cut(node: Node) -> None:
-    assert all(node.play(scenes.save_hybrid_and_load_as, 4))
-    sizes = [(node.folder / "run" / "2" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+def test_replicated_pieces_are_written_once_and_kept_for_every_cut(either: Node) -> None:
+    assert all(either.play(scenes.save_hybrid_and_load_as, 4))
+    sizes = [(either.folder / "run" / "2" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
     assert max(sizes) < 0.5 * sum(sizes), "one rank writes nearly all of what four hold"
 
 
-def test_fsdp_of_the_first_generation(node: Node) -> None:
-    for found in node.play(scenes.round_trip_of_fsdp1):
+def test_fsdp_of_the_first_generation(either: Node) -> None:
+    for found in either.play(scenes.round_trip_of_fsdp1):
         assert all(found), found
 
 
@@ -125,20 +135,20 @@ def test_checkpoints_that_others_wrote(node: Node) -> None:
         assert all(found), found
 
 
-def test_damage_leads_to_the_next_older_step(node: Node) -> None:
-    [older, *_] = node.play(scenes.save_steps)
-    with node.without_memory():
-        file = node.folder / "run" / "2" / "__1_0.distcp"
+def test_damage_leads_to_the_next_older_step(either: Node) -> None:
+    [older, *_] = either.play(scenes.save_steps)
+    with either.without_memory():
+        file = either.folder / "run" / "2" / "__1_0.distcp"
         content = bytearray(file.read_bytes())
         content[content.index(b"archive/data/0") + 80] ^= 1
         file.write_bytes(content)
-        (node.folder / "run" / "dlrover_latest.txt").unlink()  # decision 46: no beginning either
-        for state, step, extra in node.play(scenes.load_newest):
+        (either.folder / "run" / "dlrover_latest.txt").unlink()  # decision 46: no beginning either
+        for state, step, extra in either.play(scenes.load_newest):
             assert (step, extra) == (1, {"step": 1})
             assert state == older
-    for path in node.home.iterdir():
+    for path in either.home.iterdir():
         _flip_newest(path)
-    for state, step, _extra in node.play(scenes.load_newest):
+    for state, step, _extra in either.play(scenes.load_newest):
         assert step == 1
         assert state == older
 
