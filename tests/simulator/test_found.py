@@ -22,7 +22,7 @@ from dlrover.protocol.messages.fleet import (
     Strategy,
 )
 from dlrover.protocol.messages.job import PlatformId, RestartPolicy
-from dlrover.simulator.campaign import draw_plan, run_plan
+from dlrover.simulator.campaign import draw_plan, draw_task_plan, run_plan
 from dlrover.simulator.faults.kinds import Fault
 from dlrover.simulator.plan import Result, SeedPlan
 from dlrover.simulator.shapes import Shape
@@ -341,6 +341,14 @@ FOUND = {
     "a-job-ends-before-a-late-pod-is-found": draw_plan(6712),
     # A round has 120 s, and they begin anew when a job is resumed. The check gave it 300 s.
     "a-resumed-job-has-the-patience-of-a-round": draw_plan(2708),
+    # A master without its journal released the nodes of a suspended job. The first list of the platform still showed them, so it took
+    # them over, and when they ended well the job counted as completed at step 250 of 3600. A mistake of the core.
+    "a-released-node-counts-as-one-that-has-done-its-work": draw_plan(10550),
+    # A change was to be taken back and there was no room for the former size, so nothing changed. Then the room was given back, and
+    # the job grew in the same instant. The check had counted the change that was not made, and asked for a cool-down.
+    "what-cannot-be-taken-back-asks-for-no-cool-down": draw_plan(11716),
+    # A job dropped one of its servers by itself six seconds before its end. The check saw only that no person had changed anything.
+    "a-job-changes-its-own-servers-in-calm-times": draw_task_plan(110),
 }
 
 

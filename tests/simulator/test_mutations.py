@@ -261,6 +261,11 @@ def released_jobs_get_no_new_nodes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(targets, "resume", resume)
 
 
+def released_nodes_are_taken_over(patch: pytest.MonkeyPatch) -> None:
+    """A platform that shows them late is believed that the job wants them."""
+    patch.setattr(platform_news, "_see_off", lambda decision, fleet, node, agent: None)
+
+
 def servers_go_before_the_switch(patch: pytest.MonkeyPatch) -> None:
     original = targets.scale_servers
 
@@ -545,6 +550,14 @@ def test_a_pause_that_counts_as_waiting_is_noticed(monkeypatch: pytest.MonkeyPat
     assert isinstance(failure, Failure)
     assert failure.invariant == "I8"
     assert "suspended" in failure.sentence
+
+
+def test_a_released_node_that_counts_as_done_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few seeds lose the journal and release the nodes before the platform is heard."""
+    released_nodes_are_taken_over(monkeypatch)
+    failure = run_plan(FOUND["a-released-node-counts-as-one-that-has-done-its-work"])
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "I8"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
+from dlrover.core.decision import Decision
 from dlrover.core.scaling import acting, brakes, stragglers
 from dlrover.core.scaling import facts as known_facts
 from dlrover.core.scaling.facts import ScaleFacts
+from dlrover.core.scaling.probation import Judgement
+from dlrover.core.scaling.state import Probation
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages.scaling import ScaleFor, ScaleMode, ScaleTerms
 from dlrover.simulator.campaign import Failure, run_plan
@@ -38,6 +41,16 @@ def there_is_no_cool_down(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_is_taken_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(acting, "_take_back", lambda decision, watched, judgement: None)
+
+
+def a_smaller_size_is_never_taken_back(patch: pytest.MonkeyPatch) -> None:
+    original = acting._take_back
+
+    def take_back(decision: Decision, watched: Probation, judgement: Judgement) -> None:
+        if watched.nodes_after > watched.nodes_before:
+            original(decision, watched, judgement)
+
+    patch.setattr(acting, "_take_back", take_back)
 
 
 def what_was_taken_back_is_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -88,3 +101,17 @@ def test_a_broken_promise_of_scaling_is_noticed(
     failure = first_failure(law, is_platform_slow=mutation is nothing_is_awaited)
     assert failure is not None
     assert failure.invariant in invariants, failure.sentence
+
+
+def test_a_smaller_size_that_is_never_taken_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that begins large and shall be cheap tries smaller sizes."""
+    plan = a_plan(0, NOISY)
+    terms = plan.shape.scaling
+    assert terms is not None
+    plan = replace(plan, shape=replace(plan.shape, scaling=replace(terms, nodes_start=8, scale_for=ScaleFor.COST)))
+    assert isinstance(run_plan(plan), Result)
+    a_smaller_size_is_never_taken_back(monkeypatch)
+    failure = run_plan(plan)
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "I10"
+    assert "are taken back" in failure.sentence

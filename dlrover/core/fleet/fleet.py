@@ -11,7 +11,7 @@ except while a node is being exchanged for another one (`migrations`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from msgspec import Struct, field
 
@@ -47,7 +47,7 @@ class Fleet(Struct, kw_only=True):
     replicas: dict[NodeType, Replicas] = {}
     nodes: dict[PlatformId, FleetNode] = {}
     agents: dict[NodeId, PlatformId] = {}
-    """Live agent to the node it said it is on; the platform may not have shown that one yet."""
+    """Live agent to the node it said it is on; the platform may not have shown that one yet. Until the first list also those that were sent away."""
     next_id: PlatformId = PlatformId(0)
     forget_from: int = 2 * NUM_FORMER
     """With so many ended nodes in the table it is worth looking whom to forget."""
@@ -225,6 +225,10 @@ class Fleet(Struct, kw_only=True):
         for node in former[: max(0, len(former) - NUM_FORMER)]:
             del self.nodes[node]
         self.forget_from = len(self.nodes) - num_live + NUM_FORMER
+
+    def forget_absent_agents(self, live: Container[NodeId]) -> None:
+        """What exists is known by now: who was sent away before needs no mention."""
+        self.agents = {agent: node for agent, node in self.agents.items() if agent in live}
 
     def launch_of(self, node: FleetNode, master_epoch: int) -> LaunchNode:
         return LaunchNode(

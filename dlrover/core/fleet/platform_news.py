@@ -13,6 +13,7 @@ from dlrover.core.fleet import life_cycle, relaunch
 from dlrover.core.fleet.fleet import MAX_MESSAGE, Fleet
 from dlrover.core.fleet.relaunch import ENDED, LIVE
 from dlrover.core.fleet.replicas import FleetNode, Removal
+from dlrover.core.membership.nodes import Node
 from dlrover.protocol.messages.fleet import (
     NodeEventKind,
     NodeExit,
@@ -24,7 +25,7 @@ from dlrover.protocol.messages.fleet import (
     exit_reason_of,
 )
 from dlrover.protocol.messages.identity import micros
-from dlrover.protocol.messages.job import PlatformId
+from dlrover.protocol.messages.job import NodeId, PlatformId
 
 REFUSAL_COUNTS = 600.0
 """Seconds for which a refusal explains why a node is not there. The shell repeats it twice as often."""
@@ -54,6 +55,8 @@ def hear_list(decision: Decision, told: NodesListed) -> None:
         _hear_absence(decision, known)
     if is_first and (shown or told.next_id):
         _renumber_unseen(decision, fleet)
+    if is_first:
+        fleet.forget_absent_agents(decision.state.nodes.live)
     fleet.is_listed = fleet.was_ever_listed = True
     for node_id in [node.id for node in fleet.nodes.values() if node.is_live and node.phase is NodePhase.INITIAL]:
         fleet.to_launch[node_id] = None  # asking again is harmless, and heals what was lost on the way
@@ -138,7 +141,10 @@ def _adopt(decision: Decision, fleet: Fleet, shown: PlatformNode) -> FleetNode:
     replicas = fleet.replicas[shown.node_type]
     holder = fleet.holder(shown.node_type, shown.rank)
     like = replicas.spec
-    if not fleet.was_ever_listed:
+    agent_id = _agent_on(fleet, shown.id)
+    agent = None if agent_id is None else decision.state.nodes.live.get(agent_id)
+    is_leaving = agent_id is not None and (agent is None or agent.dismissed is not None)
+    if not fleet.was_ever_listed and (fleet.is_released or not is_leaving):
         replicas.target = max(replicas.target, shown.rank + 1)  # it had been scaled before the journal was lost
     node = fleet.want(
         shown.node_type,
@@ -153,8 +159,13 @@ def _adopt(decision: Decision, fleet: Fleet, shown: PlatformNode) -> FleetNode:
     )
     fleet.to_launch.pop(node.id, None)
     node.asked_at = decision.now
-    # The newest first: mostly it is the one that has just attached and made us look.
-    node.agent = next((agent for agent, on in reversed(fleet.agents.items()) if on == node.id), None)
+    node.agent = agent_id
+    has_finished = agent is not None and bool(agent.finished_round)
+    if (is_leaving or fleet.is_released) and not has_finished:
+        if holder is not None:
+            replicas.hold(holder.rank, holder.id)
+        _see_off(decision, fleet, node, agent)
+        return node
     decision.say(f"The platform has {node.label}, which is taken over.")
     if holder is not None and holder.id < node.id:
         holder.exit_reason = NodeExit.RELAUNCHED
@@ -165,10 +176,30 @@ def _adopt(decision: Decision, fleet: Fleet, shown: PlatformNode) -> FleetNode:
         replicas.hold(holder.rank, holder.id)
         node.exit_reason = NodeExit.RELAUNCHED
         life_cycle.let_go(decision, node, "a newer node has its rank")
-    agent = None if node.agent is None else decision.state.nodes.live.get(node.agent)
-    if agent is not None and agent.finished_round:
+    if has_finished:
         life_cycle.finished(decision, node)
     return node
+
+
+def _agent_on(fleet: Fleet, node: PlatformId) -> NodeId | None:
+    """The newest first: mostly it is the one that has just attached and made us look."""
+    return next((agent for agent, on in reversed(fleet.agents.items()) if on == node), None)
+
+
+def _see_off(decision: Decision, fleet: Fleet, node: FleetNode, agent: Node | None) -> None:
+    """
+    The platform shows a node that the job has sent away before it knew of it, or that a suspension releases.
+
+    Taken over as one of the job's own, it would end well and count as finished work.
+    """
+    why = "the job is suspended" if fleet.is_released else "the job goes on without it"
+    decision.say(f"The platform has {node.label}, which leaves, because {why}.")
+    if agent is None:
+        life_cycle.let_go(decision, node, why)
+        return
+    fleet.release(node, decision.now)  # it is removed when its agent has left
+    if agent.dismissed is None:
+        decision.announce(decision.on.job_pauses, why)
 
 
 def _trust_count(fleet: Fleet, shown: PlatformNode) -> None:

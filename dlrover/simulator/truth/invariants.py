@@ -424,6 +424,7 @@ def _servers_are_settled(sim: SimulationPart, job: Job) -> str | None:
     is_settled = job.end is None and sim.troubles.calm_for() > sim.bound and not sim.people.want_pause
     if sim.tasks is not None:
         fleet = job.state.fleet
+        is_settled = is_settled and not _has_just_changed_itself(sim, job)
         is_open = is_settled and fleet is not None and (fleet.servers.is_changed or fleet.servers.dropped)
         return "the parameter servers that shall be used never were" if is_open else None
     return sim.agentless.check_calm(job) if is_settled else None

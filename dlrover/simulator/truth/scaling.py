@@ -114,11 +114,7 @@ class ScalingTruth:
         if made.outcome is ScaleOutcome.TAKEN_BACK:
             former = self._banned.get(nodes)
             self._banned[nodes] = (made.number, max(made.at + WINDOW, 0 if former is None else former[1]))
-            self._moves.append(Move(made.number, made.at, 1 if nodes < made.nodes_before else -1))
-            target = job.state.limits.max_nodes
-            if nodes > made.nodes_after != target:
-                return "I10", f"{nodes} nodes are taken back, and the target is {target} instead of {made.nodes_after}"
-            return None
+            return self._taken_back(job, made, nodes)
         if isinstance(command, RoomSeen) and made.sentence.startswith("The platform has room for"):
             return None  # an order
         if self._busy:
@@ -133,6 +129,25 @@ class ScalingTruth:
             return "I10", f"changes at {self._moves[-1].at} and {made.at}: there was no cool-down"
         self._moves.append(Move(made.number, made.at, 1 if made.nodes_after > made.nodes_before else -1))
         return self._pauses(job, made)
+
+    def _taken_back(self, job: Job, made: ScaleDecision, nodes: int) -> tuple[str, str] | None:
+        """
+        A change of the size, which others have to wait for; unless there is no room for the former size any more.
+
+        Then the job stays as it is: it has not changed and has not paused, so no cool-down begins, and a growth may follow as soon as there is room.
+        """
+        target = job.state.limits.max_nodes
+        if target == made.nodes_after:
+            self._moves.append(Move(made.number, made.at, 1 if nodes < made.nodes_before else -1))
+            return None
+        scaling = job.state.scaling
+        room = scaling.room.get(NodeType.WORKER)
+        is_short = room is not None and room.most is not None and room.most < made.nodes_after + self._sim.shape.spares
+        is_refused = scaling.no_room_until is not None and made.at < scaling.no_room_until
+        is_short |= is_refused and scaling.no_room_beyond < made.nodes_after
+        if is_short and target == nodes < made.nodes_after:
+            return None
+        return "I10", f"{nodes} nodes are taken back, and the target is {target} instead of {made.nodes_after}"
 
     def _of_servers(self, job: Job, made: ScaleDecision) -> tuple[str, str] | None:
         """Of a job with parameter servers."""

@@ -15,6 +15,8 @@ from dlrover.protocol.messages.fleet import (
     FleetSpec,
     LaunchNode,
     MigrateNode,
+    NodeChanged,
+    NodeEventKind,
     NodePhase,
     NodesListed,
     NodeType,
@@ -24,13 +26,17 @@ from dlrover.protocol.messages.fleet import (
     RemoveNode,
     ReplicaSpec,
     Resource,
+    ResumeJob,
     ScaleReplicas,
+    SuspendJob,
 )
 from dlrover.protocol.messages.job import (
     Attach,
     Attached,
     Incarnation,
     JobTerms,
+    Leave,
+    LeaveReason,
     Limits,
     MasterStarted,
     Micros,
@@ -114,6 +120,82 @@ def test_a_node_whose_agent_tells_that_it_has_finished_is_not_replaced(when: str
     assert scene.fleet.workers.finished == {0: None}
     scene.vanish(10)
     assert scene.launched == []
+
+
+class TestNodesThatWereSentAwayBeforeTheFirstList:
+    """A node that leaves exits with 0. Taken over as one of the job's own, it would count as one that has done its work."""
+
+    def scene(self) -> FleetScene:
+        scene = FleetScene(terms(1, 2))
+        scene.do(DefineFleet(spec=FleetSpec(replicas=workers(2, critical="all"))))
+        for rank in range(2):
+            scene.cloud[10 + rank] = shown(10 + rank, rank)
+            scene.attach(f"n{10 + rank}", incarnation=1, running_round=3)
+        return scene
+
+    @pytest.mark.parametrize("is_left", [True, False])
+    @pytest.mark.parametrize("is_resumed", [False, True])
+    def test_they_are_not_taken_for_nodes_that_have_done_their_work(self, is_left: bool, is_resumed: bool) -> None:
+        scene = self.scene()
+        scene.do(SuspendJob(is_releasing=True))
+        if is_left:
+            self.leave(scene)
+        if is_resumed:
+            scene.do(ResumeJob())
+        listed = dict(scene.cloud)
+        scene.list()
+        assert scene.removed == ([10, 11] if is_left else []), "a node is removed when its agent has left"
+        if not is_left:
+            self.leave(scene)
+            assert scene.removed == [10, 11]
+        for node in listed.values():
+            ended = replace(node, phase=NodePhase.SUCCEEDED)
+            scene.do(NodeChanged(kind=NodeEventKind.MODIFIED, node=ended))
+        assert scene.job.end is None
+        assert scene.fleet.workers.finished == {}
+        if not is_resumed:
+            assert scene.launched == []
+            scene.do(ResumeJob())
+        assert [scene.launches[id_].rank for id_ in scene.launched] == [0, 1]
+        assert min(scene.launched) >= 12
+        assert scene.fleet.workers.spent == {}
+        assert scene.fleet.agents == {}
+
+    def test_an_agent_that_comes_while_the_job_is_suspended_is_asked_to_leave(self) -> None:
+        scene = FleetScene(terms(1, 2))
+        scene.do(DefineFleet(spec=FleetSpec(replicas=workers(2))))
+        scene.cloud[10] = shown(10, 0)
+        scene.do(SuspendJob(is_releasing=True))
+        scene.attach("n10", incarnation=1, running_round=3)
+        scene.list()
+        wish = scene.wish("n10")
+        assert isinstance(wish, Leave)
+        assert wish.is_pause
+        assert scene.removed == []
+        scene.leave("n10", LeaveReason.DISMISSED)
+        assert scene.removed == [10]
+
+    def test_a_node_whose_agent_never_came_is_removed_at_once(self) -> None:
+        scene = FleetScene(terms(1, 4))
+        scene.do(DefineFleet(spec=FleetSpec(replicas=workers(2))))
+        scene.cloud[13] = shown(13, 3)
+        scene.do(SuspendJob(is_releasing=True))
+        scene.list()
+        assert scene.removed == [13]
+        assert scene.fleet.workers.target == 4, "the job had been scaled, and is resumed as it was"
+
+    def test_a_node_that_has_finished_has_done_its_work(self) -> None:
+        scene = FleetScene(terms(1, 2))
+        scene.do(DefineFleet(spec=FleetSpec(replicas=workers(2))))
+        scene.cloud[10] = shown(10, 0)
+        scene.do(SuspendJob(is_releasing=True))
+        scene.attach("n10", incarnation=1, running_round=3, is_finished=True)
+        scene.list()
+        assert scene.fleet.workers.finished == {0: None}
+
+    def leave(self, scene: FleetScene) -> None:
+        for name in ("n10", "n11"):
+            scene.leave(name, LeaveReason.DISMISSED)
 
 
 def test_an_exchanged_server_keeps_the_address_under_which_it_is_reached() -> None:
