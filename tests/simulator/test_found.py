@@ -349,6 +349,9 @@ FOUND = {
     "what-cannot-be-taken-back-asks-for-no-cool-down": draw_plan(11716),
     # A job dropped one of its servers by itself six seconds before its end. The check saw only that no person had changed anything.
     "a-job-changes-its-own-servers-in-calm-times": draw_task_plan(110),
+    # A virtual chief dropped a save of its own cadence when not all that it had read was told, which was so each time. Its coordinator
+    # renewed the version now and then, and the job never came further. Real chiefs wait and save.
+    "a-chief-that-reads-on-never-saves": draw_task_plan(3018),
 }
 
 

@@ -239,6 +239,9 @@ class VirtualTasks:
         if task.view.phase in PARKED:
             self._park(task)
             return
+        if task.wants_save:
+            self._save(task)
+            return
         if self._chance.random() < SLOW_ODDS:
             task.is_busy = True
             self._sim.events.after(span(self._chance, *SLOW), self._end_slow_step, task)
@@ -320,6 +323,7 @@ class VirtualTasks:
 
     def _save_now_and_then(self, task: VirtualTask) -> None:
         if not self._sim.shape.has_exact_saves:
+            task.wants_save = True
             self._save(task)
         elif task.asked_for != task.view.num_parks:
             task.asked_for = task.view.num_parks
@@ -329,7 +333,7 @@ class VirtualTasks:
         variables = task.variables
         if variables is None or task.is_saving or not self._is_flushed(task):
             return
-        task.is_saving = True
+        task.is_saving, task.wants_save = True, False
         sure = [update for update in variables.updates if update.is_confirmed]
         # An exact save of the chief's own cadence goes on without who does not park in time.
         variables.is_frozen = task.view.phase is ClusterPhase.SAVING and not self._sim.shape.has_exact_saves

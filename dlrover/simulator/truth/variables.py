@@ -136,6 +136,8 @@ class VirtualTask:
         """Number of the park that it has told of."""
         self.asked_for = -1
         """Number of the last park when it asked for one."""
+        self.wants_save = False
+        """Of a chief: it reads no further until what it has read is told, and saves then."""
         self.is_saving = False
         self.is_busy = False
         """In a step that takes long."""
