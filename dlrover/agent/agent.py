@@ -250,7 +250,9 @@ class Agent:
     def _on_attached(self, attached: Attached) -> None:
         acts = self._decisions.attached(attached)
         if acts:
-            log.warning("the master had taken this node for lost: its workers stop, and it joins the job again")
+            log.warning(
+                "the master had removed this node from the job as lost; the node stops its workers and joins again"
+            )
         self._acting.do(acts)
         self._clock_offset = attached.now - time.monotonic_ns() // 1000
         if self._watch is not None:

@@ -346,8 +346,8 @@ def _failover(options: argparse.Namespace, fleet: FleetSpec | None) -> str:
     name = check_plugin(options.dynamic_failover_extension, option="--dynamic-failover-extension")
     if name and fleet is None:
         raise ConfigError(
-            f"--dynamic-failover-extension {name}: it is the agents that ask it, and this master starts none. Give the option to "
-            "dlrover-run on the nodes, or set DLROVER_EXTENSION_DYNAMIC_FAILOVER there."
+            f"--dynamic-failover-extension {name}: agents call this extension, and this master starts no agents. Give "
+            "the option to dlrover-run on the nodes, or set DLROVER_EXTENSION_DYNAMIC_FAILOVER there."
         )
     return name
 

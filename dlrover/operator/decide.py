@@ -369,7 +369,10 @@ def _journal_kept(job: ElasticJob, index: int) -> Truth:
         return Truth(is_true=True, reason="JournalClaim")
     if index == 0:
         return Truth(
-            is_true=True, reason="FirstPod", message="The journal is in the master's pod and is deleted with it."
+            is_true=True,
+            reason="FirstPod",
+            message="The journal is stored in the master's pod. If that pod is deleted, the journal is lost. Set spec.master.journal to "
+            "keep it.",
         )
     return Truth(is_true=False, reason="MasterMoved", message=LOST_WITH_JOURNAL)
 

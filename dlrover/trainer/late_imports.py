@@ -78,7 +78,7 @@ class _Loader(importlib.abc.Loader):
 def _call(callback: Callback, module: ModuleType) -> None:
     def warn(error: Exception) -> None:
         text = f"dlrover cannot follow what {module.__name__} does ({type(error).__name__}: {error}); training goes on."
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)  # of who calls `_call`
 
     with contained(warn):  # the program of the user
         callback(module)

@@ -10,6 +10,7 @@ Multi-role jobs as users write them: roles that need each other, and an ensemble
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -334,6 +335,8 @@ def _housed(role: Role) -> Role:
 def _check_in_actor(role: Role) -> None:
     """Raises `ConfigError` for what only an agent can do."""
     prefix = f"Role {role.name} in actors"
+    if role.nproc < 1:
+        raise ConfigError(f"{prefix}: nproc must be at least 1 (got {role.nproc}).")
     if read_entry(role.entry).kind is EntryPointKind.COMMAND:
         raise ConfigError(f"{prefix}: a script cannot run there. Give a class or function, or leave out in_actor().")
     if role.count != role.max_nodes:
@@ -350,7 +353,12 @@ def _check_in_actor(role: Role) -> None:
         raise ConfigError(
             f"{prefix}: its ranks train together, so they restart together. Give on_failure role, job or stop (got instance)."
         )
-    gpus = role.demand.get(GPU, 0.0) / role.nproc
+    on_node = role.demand.get(GPU, 0.0)
+    gpus = on_node / role.nproc
+    if 0 < gpus < 1 and math.floor(1 / gpus) * on_node < role.nproc:
+        raise ConfigError(
+            f"{prefix}: {role.nproc} ranks do not fit into {on_node:g} GPUs of a node. Ray gives a rank a part of one GPU only."
+        )
     if gpus > 1 and not gpus.is_integer():
         raise ConfigError(
             f"{prefix}: {role.nproc} ranks of a node get {gpus:g} GPUs each. Above 1, Ray takes whole numbers only."

@@ -119,6 +119,8 @@ def test_the_ranks_of_an_elastic_role_are_forked_or_actors():
         (Role.elastic("a", ENTRY, options=["--max-restarts=1"]).in_actor(), "have no effect .got --max-restarts=1"),
         (Role.elastic("a", ENTRY, on_failure="instance").in_actor(), "so they restart together"),
         (Role.elastic("a", ENTRY, nproc=2, gpus=3).in_actor(), "2 ranks of a node get 1.5 GPUs each"),
+        (Role.elastic("a", ENTRY, nproc=3, gpus=2).in_actor(), "3 ranks do not fit into 2 GPUs of a node"),
+        (Role.elastic("a", ENTRY, nproc=0).in_actor(), "nproc must be at least 1"),
     ],
 )
 def test_a_home_that_ranks_cannot_have_is_refused_when_the_job_is_built(role: Role, why: str):

@@ -56,7 +56,11 @@ class UserPatterns:
                     _PATIENCE,
                 )
             except OSError as error:
-                _log.warning("The search for --log-patterns failed: %s. It was given up this time.", error)
+                _log.warning(
+                    "The agent could not search the failed worker's log for --log-patterns: %s. It treats this failure as if no "
+                    "pattern matched, and searches again after the next failure.",
+                    error,
+                )
             return None
 
     async def _find(self, lines: Sequence[str]) -> LogVerdict | None:

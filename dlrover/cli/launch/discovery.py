@@ -12,6 +12,7 @@ listens one above it, or at `DLROVER_MASTER_PORT`; the master of a job with one 
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from typing import NamedTuple
@@ -327,10 +328,15 @@ def _check_who_listens(settings: Settings, asked: Asked, error: OSError) -> None
     is_master = isinstance(error, SeatTaken) or settings.tls is not None or speaks_http2(asked.address)
     if not is_alone and is_master:
         return
+    is_taken = isinstance(error, SeatTaken) or error.errno == errno.EADDRINUSE
+    remedy = (
+        "Another program, which is not this job's master, listens there. Stop that program"
+        if is_taken
+        else "Correct it"
+    )
     raise ConfigError(
-        f"{asked.source}: the job's master cannot listen at {asked.address} ({error.strerror}). "
-        f"Another program, which is not this job's master, listens there. Stop that program, or {asked.remedy}, the "
-        "same on all nodes."
+        f"{asked.source}: the job's master cannot listen at {asked.address} ({error.strerror}). {remedy}, or "
+        f"{asked.remedy}, the same on all nodes."
     ) from error
 
 

@@ -543,7 +543,7 @@ class Launcher:
             self._fail(
                 EXIT_FAILED,
                 f"The master could not start: other programs took {MAX_PORT_CHOICES} free ports in a row before it "
-                "could use them. Name a port with --rdzv-endpoint HOST:PORT.",
+                "could use them. Start the job again, or without --standalone and with --rdzv-endpoint HOST:PORT.",
             )
             return
         assert self._master_port is not None, "a place that is ours has a seat"

@@ -62,6 +62,8 @@ class SubmittedJob:
         actor = self._actor()
         try:
             return REPORT.decode(self._ray.get(actor.roles.remote(), timeout=timeout))
+        except AttributeError as error:
+            raise Unavailable(f"job {self.name} runs an older dlrover, which does not report its roles") from error
         except self._ray.exceptions.RayError as error:
             raise Unavailable(f"the conductor of job {self.name} does not answer: {type(error).__name__}") from error
 

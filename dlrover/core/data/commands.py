@@ -240,7 +240,8 @@ def _ask_checkpoint(query: AskDataCheckpoint, state: JobState) -> Reply | NotYet
     dataset = state.data.find(query.dataset) if query.dataset else None
     if query.round not in (0, state.rendezvous.round) and state.cluster is None:
         raise Rejected(
-            f"A worker of round {query.round} asks what its model has not seen; the newest round is {state.rendezvous.round}.",
+            f"A worker of round {query.round} asks what its model has not seen, but the newest round is {state.rendezvous.round}. Do "
+            "nothing: workers of other rounds stop.",
             code=ErrorCode.STALE_ROUND,
         )
     if dataset is None:

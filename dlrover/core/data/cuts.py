@@ -65,7 +65,7 @@ def _return_to_cut(decision: Decision, cut: int, data_state: str) -> None:
     try:
         told = read_states(data_state).texts if data_state else {}
     except Rejected as error:
-        decision.say(f"{error} The job's own records of the datasets are used instead.")
+        decision.say(f"{error} Instead, the master uses its own journal of what was read.")
     books.awaited = {name: text for name, text in told.items() if name not in books.datasets}
     for dataset in _trained(decision):
         text = told.get(dataset.spec.name)

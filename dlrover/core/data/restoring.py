@@ -24,7 +24,8 @@ def _restore_agreed(command: RestoreAgreed, decision: Decision) -> Reply:
     state.nodes.current(command.node, command.incarnation)
     if command.round != state.rendezvous.round:
         raise Rejected(
-            f"A worker of round {command.round} restored a model; the newest round is {state.rendezvous.round}.",
+            f"A worker of round {command.round} restored a model, but the newest round is {state.rendezvous.round}. The master rejects "
+            "the report. Do nothing: workers of other rounds stop.",
             code=ErrorCode.STALE_ROUND,
         )
     known = state.data.restored.get(command.round)
@@ -97,8 +98,8 @@ def say_if_unread(decision: Decision, dataset: Dataset, step: int) -> None:
 
 def _say_what_is_repeated(decision: Decision, name: str, stored: int, step: int) -> None:
     decision.say(
-        f"The journal has no record of {name!r}, and the model of step {step} is newer than the checkpoint of step {stored}, which has one. "
-        "What was read in between is read again."
+        f"The master's journal does not say what was read of {name!r}. The checkpoint of step {stored} says it, but the restored model is "
+        f"of step {step}. Data read between these steps is read again."
     )
 
 
@@ -108,7 +109,7 @@ def _told_states(command: RestoreAgreed, decision: Decision) -> ToldStates:
         if command.data_state:
             return read_states(command.data_state)
     except Rejected as error:
-        decision.say(f"{error} The job's own records of the datasets are used instead.")
+        decision.say(f"{error} Instead, the master uses its own journal of what was read.")
     return ToldStates(command.step, {})
 
 
@@ -134,7 +135,7 @@ def return_to(decision: Decision, known: Dataset, content: str, round_: Round) -
     try:
         restored = read_checkpoint(content, known)
     except Rejected as error:
-        decision.say(f"{error} Dataset {known.spec.name!r} goes on from the job's own records.")
+        decision.say(f"{error} Dataset {known.spec.name!r} goes on from the master's journal of what was read.")
         return False
     restored.take_over_leases(known, round_)
     _replace(decision, known, restored, known.restored_round)

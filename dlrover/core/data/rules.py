@@ -33,7 +33,8 @@ def check_sender(command: DatasetCommand, decision: Decision) -> None:
     newest = state.rendezvous.round if state.cluster is None else state.cluster.round_of(command.node)
     if command.round not in (0, newest):
         raise Rejected(
-            f"A worker of round {command.round} asks for data; the newest round is {newest}.",
+            f"A worker of round {command.round} asked for data, but the newest round is {newest}. Only workers of the newest round get "
+            "data. Do nothing: the other workers stop.",
             code=ErrorCode.STALE_ROUND,
         )
     node = state.nodes.live[command.node]

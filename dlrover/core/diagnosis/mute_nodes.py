@@ -65,7 +65,9 @@ class MuteNodes:
         wish = None
         if is_exchanged:
             self._num_exchanges[rank] = count + 1
-            wish = RelaunchNode(node=NodeId(-1), platform_node=node, reason=f"no agent came for {seconds:.0f} s")
+            wish = RelaunchNode(
+                node=NodeId(-1), platform_node=node, reason=f"no agent has connected from it for {seconds:.0f} s"
+            )
         verdict = conclude(
             NAME,
             FaultClass.UNKNOWN,

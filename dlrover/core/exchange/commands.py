@@ -149,7 +149,8 @@ def _check(command: AnySyncCommand, decision: Decision, known: dict[str, Any]) -
     state.nodes.current(command.node, command.incarnation)
     if command.round not in (0, state.rendezvous.round):
         raise Rejected(
-            f"A worker of round {command.round} wants to meet others; the newest round is {state.rendezvous.round}.",
+            f"A worker of round {command.round} wants to meet others, but the newest round is {state.rendezvous.round}. Do nothing: "
+            "workers of other rounds stop.",
             code=ErrorCode.STALE_ROUND,
         )
     if not command.name or len(command.name.encode()) > MAX_NAME_BYTES:

@@ -158,7 +158,7 @@ def on_node_lost(decision: Decision, lost: NodeLost) -> None:
     """
     fleet, agent = life_cycle.fleet_of(decision), lost.node
     node = fleet.of_agent(agent.id)
-    if node is None and agent.dismissed is not None and not fleet.was_ever_listed:
+    if node is None and agent.dismissed is not None and not agent.finished_round and not fleet.was_ever_listed:
         return  # the first list will show its node, which is not wanted any more
     fleet.agents.pop(agent.id, None)
     if node is None or node.agent != agent.id:

@@ -84,5 +84,5 @@ def _verdict(name: str, problem: DiagnosisObservation, action: DiagnosisAction |
         evidence=evidence,
         confidence=CONFIDENCE,
         action=kind,
-        reasoning=why or "The diagnostician says so.",
+        reasoning=why or f"The diagnostician {name} found this and gave no reason.",
     )

@@ -80,12 +80,12 @@ class LocalPlatform:
         if isinstance(answer, IntentRefused):
             raise _error_of(answer, intent)
         if not isinstance(answer, Taken):
-            raise Unavailable(f"The node host answered an intent with {type(answer).__name__}.")
+            raise Unavailable(_unexpected("its order to start or remove a node", answer))
 
     async def list(self) -> tuple[PlatformNode, ...]:
         answer = await self._ask(ListNodes())
         if not isinstance(answer, NodesListed):
-            raise Unavailable(f"The node host answered a question for its nodes with {type(answer).__name__}.")
+            raise Unavailable(_unexpected("its question for the list of nodes", answer))
         return answer.nodes
 
     async def watch(self) -> AsyncIterator[Sight]:
@@ -105,7 +105,7 @@ class LocalPlatform:
         if isinstance(answer, IntentRefused):
             raise Rejected(answer.message, code=answer.code)
         if not isinstance(answer, RoomFound):
-            raise Unavailable(f"The node host answered a question for room with {type(answer).__name__}.")
+            raise Unavailable(_unexpected("its question for room", answer))
         return NodeRoom(answer.free, answer.reason)
 
     async def close(self) -> None:
@@ -138,7 +138,10 @@ class LocalPlatform:
                 finally:
                     writer.close()
         except TimeoutError as error:
-            raise Unavailable(f"The node host at {self._socket} did not answer within {CALL_TIMEOUT:g} s.") from error
+            raise Unavailable(
+                f"The node host, which is the process that starts the nodes, did not answer at {self._socket} within {CALL_TIMEOUT:g} s. "
+                "Check that it is running and not stopped."
+            ) from error
         if answer is None:
             raise Unavailable(f"The node host at {self._socket} closed the connection without an answer.")
         return answer
@@ -161,6 +164,13 @@ class LocalPlatform:
             return None if frame is None else ANSWER.decode(frame)
         except (OSError, Rejected) as error:
             raise Unavailable(f"The connection to the node host broke: {error}") from error
+
+
+def _unexpected(asked: str, answer: object) -> str:
+    return (
+        f"The master sent the node host {asked} and got an unexpected answer ({type(answer).__name__}). Use the same version of "
+        "dlrover for both."
+    )
 
 
 def _error_of(refused: IntentRefused, intent: Intent) -> Rejected | Unavailable:

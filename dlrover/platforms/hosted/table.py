@@ -73,6 +73,7 @@ END_TIMEOUT = 10.0
 """Seconds for what is left of killed nodes to vanish; longer only if the kernel does not let a process go."""
 REQUEST_TIMEOUT = 10.0
 """Seconds for a request to arrive whole."""
+_ENDING = "the process that starts this job's nodes is shutting down"
 
 
 class HostConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -299,7 +300,7 @@ class NodeHost:
     def _check_room(self, job: _Job, intent: LaunchNode) -> None:
         running = len(self._living())
         if self._is_ending:
-            raise LaunchNotTaken(f"{intent.name}: this node host is ending")
+            raise LaunchNotTaken(f"{intent.name} is not started: {_ENDING}")
         if self._capacity and running >= self._capacity:
             raise LaunchNotTaken(f"{intent.name}: {running} of at most {self._capacity} nodes run already")
         try:
@@ -309,7 +310,7 @@ class NodeHost:
 
     async def _room(self, resource: Resource) -> RoomFound:
         if self._is_ending:
-            return RoomFound(0, "this node host is ending")
+            return RoomFound(0, _ENDING)
         living = [node.intent.resource for node in self._living()]
         room = await self._starter.room(resource, living, capacity=self._capacity or self._config.room)
         return RoomFound(*astuple(room))

@@ -254,7 +254,9 @@ class PodPlatform:
             raise Unavailable(f"{intent.name}: {answer.message}")
         pod = decode(Pod, answer.body)
         if pod.metadata.labels.get(names.JOB_UID) != self._job.uid:
-            raise LaunchNotTaken(f"{intent.name}: the pod {name} belongs to another job. Delete it first")
+            raise LaunchNotTaken(
+                f"{intent.name}: the pod {name} belongs to another job. The master tries again when that pod is gone"
+            )
         launch = identity_of(pod)
         if launch is not None:
             check_same(launch, intent)

@@ -190,11 +190,11 @@ class Door:
         is_told = False
         took = 0.0
         while True:
-            await asyncio.sleep(max(PERIOD, took * (SHARE_OF_CROWD if self._is_crowded else SHARE)))
+            await asyncio.sleep(self.pause(took))
             # By another clock a busy machine would make looks rare, and let strangers pile up.
             began_at = time.thread_time()
             try:
-                self._look()
+                self.look()
                 is_told = False
             except OSError as error:  # there is no descriptor left for the look itself
                 if not is_told:
@@ -202,7 +202,12 @@ class Door:
                 is_told = True
             took = time.thread_time() - began_at
 
-    def _look(self) -> None:
+    def pause(self, took: float) -> float:
+        """Seconds until the next look, after one that took so much processor time."""
+        return max(PERIOD, took * (SHARE_OF_CROWD if self._is_crowded else SHARE))
+
+    def look(self) -> None:
+        """Close those that have to go. `run` does it again and again."""
         self._num_looks += 1
         for refused in self._refused.values():
             refused.num_looks += 1

@@ -119,7 +119,8 @@ class VirtualTasks:
         if task.kind is NodeType.PS:
             task.address = f"host-{task.agent.node.number}:{len(self._servers)}"  # no port is used twice
             self._servers[task.address] = task
-        self._tell(task, ServerBound(address=task.address), lambda _: None)
+        coordinates = task.kind is NodeType.CHIEF and self._sim.shape.has_coordinator
+        self._tell(task, ServerBound(address=task.address, is_coordinator=coordinates), lambda _: None)
         if task.kind is not NodeType.PS:
             self._ask(task)
             self._beat(task)

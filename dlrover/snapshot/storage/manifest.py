@@ -163,7 +163,10 @@ def join_manifests(manifests: list[RankManifest], expected_ranks: set[int], data
     if missing := sorted(expected_ranks - set(by_rank)):
         raise ManifestInvalid(f"The checkpoint is incomplete: no manifest from ranks {_few(missing)}.")
     if surplus := sorted(set(by_rank) - expected_ranks):
-        raise ManifestInvalid(f"The checkpoint has manifests from ranks {_few(surplus)}, which are not part of it.")
+        raise ManifestInvalid(
+            f"The checkpoint cannot be committed: its directory also has manifests from ranks {_few(surplus)}, which did not take part in "
+            "this save. If another job writes there, give each job its own directory."
+        )
     first = by_rank[min(by_rank)]
     for rank, manifest in sorted(by_rank.items()):
         if (manifest.step, manifest.attempt) != (first.step, first.attempt):

@@ -96,8 +96,8 @@ class SavePlaces:
             )
         if request.links:
             log.warning(
-                "step %d: this node writes a checkpoint from the copy of another node and does not make the links %s "
-                "that it names",
+                "step %d: this node writes the checkpoint of another node from a replica, without the links %s. For safety, an agent "
+                "makes only links that a trainer of its own node asks for. Make them by hand if you need them.",
                 request.step,
                 ", ".join(sorted(request.links.values())),
             )

@@ -106,7 +106,7 @@ class _ParquetFile:
         except (pyarrow.ArrowException, OSError) as error:
             self.file.check()
             raise SourceError(
-                f"Row group {number} of {self.file.path} is damaged. Restore the file, or leave it out. pyarrow says: "
+                f"Row group {number} of {self.file.path} cannot be read. If the file is damaged, restore it, or leave it out. pyarrow says: "
                 f"{error}"
             ) from error
         self.file.check()

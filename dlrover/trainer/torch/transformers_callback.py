@@ -32,9 +32,12 @@ class FlashCallback(TrainerCallback):  # type: ignore[misc]
         self.checkpointer: Checkpointer | None = None
         self.restored_step: int | None = None
         """None: there was nothing to restore."""
+        self._was_finished = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if getattr(args, "deepspeed", None):
+        if getattr(args, "deepspeed", None) or getattr(
+            args, "deepspeed_plugin", None
+        ):  # the second: by accelerate's launcher
             raise ConfigError("FlashCallback does not save DeepSpeed's state. Use FlashCkptTrainer instead of Trainer.")
         optimizer = objects["optimizer"]
         self.checkpointer = Checkpointer(
@@ -47,19 +50,29 @@ class FlashCallback(TrainerCallback):  # type: ignore[misc]
         self.restored_step = self.checkpointer.restore()
         if self.restored_step is not None:
             state.global_step = self.restored_step
+        self._was_finished = self.restored_step is not None and self.restored_step >= state.max_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         assert self.checkpointer is not None, "the Trainer has begun"
+        if self._was_finished:
+            return
         report(state.global_step)
         self.checkpointer.save_if_due(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **objects: Any) -> None:
-        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
+        numbers = {
+            name: value for name, value in (logs or {}).items() if isinstance(value, int | float) and name != "step"
+        }
         report(state.global_step, **numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """The last state goes to storage."""
+        """The last state goes to storage. The Trainer makes a step of a finished training before it asks: that one is taken back."""
         assert self.checkpointer is not None, "the Trainer has begun"
+        if self._was_finished:
+            self.checkpointer.restore()
+            state.global_step = self.restored_step
+            self.close()
+            return
         self.checkpointer.save(state.global_step, to="storage", on_busy="block")
         self.checkpointer.wait()
         self.close()

@@ -149,7 +149,7 @@ class ElasticRole:
         import ray.exceptions
 
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it died; `follow` tells what became of it
-            host = self._ray.get_actor("host", namespace=self.namespace)
+            host = await asyncio.to_thread(self._ray.get_actor, "host", namespace=self.namespace)
             await host.begin.remote(pack_host(JobSecrets(token=os.urandom(24).hex())))
 
     def follow(self) -> None:

@@ -113,7 +113,7 @@ def attacks(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str, bool]]:
         "absolute": ({"path": mark}, "lies outside of its checkpoint", False),
         "deletion": ({"deletion": popen}, "own rules are used", True),
         "retention": ({"keep_latest": 1}, "", True),
-        "link": ({"links": {"file-0": mark}}, "does not make the links", True),
+        "link": ({"links": {"file-0": mark}}, "without the links", True),
         "tracker": ({"trackers": {"train.py": "raise SystemExit", "../mark": "x", "latest": "../../x"}}, "", True),
     }
 

@@ -221,7 +221,7 @@ def test_a_state_of_another_cut_is_said_and_changes_nothing(scene: Reading) -> N
     other = Reading(terms(1)).begin("a", spec=replace(SPEC, size=200))
     read_steps(other, 1)
     scene.restored("a", 1, data_state=state_of(other, 1))
-    assert "goes on from the job's own records" in " ".join(scene.verdicts)
+    assert "goes on from the master's journal of what was read" in " ".join(scene.verdicts)
     assert scene.state().num_todo == 100
 
 
@@ -259,7 +259,7 @@ def test_of_a_lost_journal_the_newest_checkpoint_is_left(is_registered_first: bo
     if is_registered_first:
         scene.register("a")
     scene.restored("a", 3, data_state=text)
-    assert "in between is read again" in " ".join(scene.verdicts)
+    assert "between these steps is read again" in " ".join(scene.verdicts)
     scene.register("a")
     assert rest(scene) == [(start, start + 10) for start in range(20, 100, 10)]
 

@@ -193,6 +193,15 @@ class TestNodesThatWereSentAwayBeforeTheFirstList:
         scene.list()
         assert scene.fleet.workers.finished == {0: None}
 
+    def test_finished_work_counts_although_its_agent_has_left(self) -> None:
+        scene = self.scene()
+        scene.do(SuspendJob(is_releasing=True))
+        scene.attach("n10", incarnation=2, running_round=3, is_finished=True)
+        self.leave(scene)
+        scene.do(ResumeJob())
+        scene.list()
+        assert [scene.launches[id_].rank for id_ in scene.launched] == [1]
+
     def leave(self, scene: FleetScene) -> None:
         for name in ("n10", "n11"):
             scene.leave(name, LeaveReason.DISMISSED)

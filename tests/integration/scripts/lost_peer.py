@@ -40,7 +40,8 @@ def wait_for(condition) -> None:
 
 
 def mark_and_wait() -> None:
-    """After the traceback."""
+    """After the traceback. A rank that hears from this one only is to fail, too, as if this process had ended."""
+    hang_up()
     (folder / f"told-{rank}").touch()
     victim = int((folder / "victim").read_text())
     wait_for(lambda: not os.path.exists(f"/proc/{victim}"))

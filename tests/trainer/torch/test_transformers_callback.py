@@ -76,15 +76,39 @@ def test_a_training_that_broke_off_goes_on_and_ends_as_an_undisturbed_one(tmp_pa
     assert trainer.lr_scheduler.state_dict() == undisturbed.lr_scheduler.state_dict()
 
 
+def test_a_finished_training_that_starts_again_stays_as_it_is(tmp_path: Path) -> None:
+    """The Trainer makes a step before it looks whether there is one left."""
+    finished = train(tmp_path, FlashCallback())
+    weights = [each.detach().clone() for each in finished.model.parameters()]
+    for _ in range(2):
+        again = train(tmp_path, FlashCallback())
+        assert again.state.global_step == NUM_STEPS
+        assert all(torch.equal(one, other) for one, other in zip(weights, again.model.parameters(), strict=True))
+    assert (tmp_path / "flash" / "dlrover_latest.txt").read_text() == str(NUM_STEPS)
+
+
+def test_a_number_that_is_logged_may_be_called_step(tmp_path: Path) -> None:
+    class Logs(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            trainer_callback.on_log(args, state, control, logs={"step": 7, "loss": 1.0})
+
+    trainer_callback = FlashCallback()
+    assert train(tmp_path, trainer_callback, Logs()).state.global_step == NUM_STEPS
+
+
 def test_the_directory_can_be_named(tmp_path: Path) -> None:
     train(tmp_path / "run", FlashCallback(tmp_path / "elsewhere"))
     assert (tmp_path / "elsewhere" / "dlrover_latest.txt").read_text() == str(NUM_STEPS)
     assert not (tmp_path / "run" / "flash").exists()
 
 
-def test_deepspeed_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    class Arguments:
-        deepspeed = "zero1.json"
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_plugin"])
+def test_deepspeed_is_refused_with_a_way_out(tmp_path: Path, name: str) -> None:
+    """The second is all that there is if accelerate's launcher has set it up."""
 
+    class Arguments:
+        pass
+
+    setattr(Arguments, name, "zero1.json")
     with pytest.raises(ConfigError, match="Use FlashCkptTrainer instead of Trainer"):
         FlashCallback(tmp_path).on_train_begin(Arguments(), None, None)

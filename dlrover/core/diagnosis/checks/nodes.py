@@ -166,7 +166,7 @@ class Devices:
                     _node(node),
                     *report.troubles[:4],
                     confidence=0.5,
-                    reasoning="What cannot be measured may still be healthy.",
+                    reasoning="The agent could not measure this. The device or disk may still work, so the master only reports it.",
                 )
 
 

@@ -138,7 +138,9 @@ class CorruptionVote:
                 f"{say_ranks([record.global_rank for record in rest])} differ.",
                 "" if is_decided else "There is no majority, so it is unknown which state is right.",
                 confidence=0.95 if is_decided else 0.5,
-                reasoning="Only an older checkpoint shows which state is right. Go back to one and leave that node out.",
+                reasoning="Only an older checkpoint shows which state is right. Go back to one and leave that node out."
+                if is_decided
+                else "Go back to an older checkpoint, and check all nodes of these ranks before you use them again.",
             )
             return
 

@@ -130,7 +130,7 @@ export function goodput(store) {
     });
     const saved = (found.counterfactuals ?? []).map((each) => make("li", { text: each }));
     const unknown = found.is_redo_known === false
-      ? [make("p", { class: "hint", text: "Redo is unknown: nothing tells from which step the script went on after a fault. Repeated steps count as new ones." })]
+      ? [make("p", { class: "hint", text: "Redo is unknown: the script did not report from which step it went on after a fault. Repeated steps count as new ones." })]
       : [];
     return [bar, rows, ...unknown, ...(saved.length ? [make("details", {}, make("summary", { text: "What would have saved time" }), make("ul", {}, ...saved))] : [])];
   });

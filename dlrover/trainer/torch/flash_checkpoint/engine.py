@@ -392,7 +392,7 @@ class CheckpointEngine:
             left = deadline - time.monotonic()
             if left <= 0:
                 log.warning(
-                    "step %d was not committed within %g s; the agent's log says what it waits for",
+                    "step %d was not committed within %g s; it may still be committed later",
                     wanted.step,
                     timeout,
                 )

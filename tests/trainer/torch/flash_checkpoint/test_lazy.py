@@ -346,7 +346,7 @@ def test_lazy_is_off_unless_it_is_asked_for(begin):
     assert training.save(2, lazy="auto").is_lazy
     training.train()
     assert not training.save(3, lazy=False).is_lazy
-    with pytest.raises(ValueError, match="lazy is True"):
+    with pytest.raises(ValueError, match="lazy must be True"):
         training.save(4, lazy="perhaps")
 
 

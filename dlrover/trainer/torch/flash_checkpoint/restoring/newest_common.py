@@ -48,7 +48,7 @@ log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 DEFAULT_PART = "model_states"
 """What the original DLRover calls the one part of its files."""
-_REMEDY = "Repair the directory, name a checkpoint with resume_path, or start from scratch in another directory."
+_REMEDY = "Repair the directory, name a checkpoint with path, or start from scratch in another directory."
 
 
 class Restored(Struct, frozen=True):
@@ -103,8 +103,8 @@ class Restorer:
                 assert parts is not None, "all ranks have it"
                 if not is_present:
                     log.warning(
-                        "restoring step %d, which the job had discarded, because no other step is left; data may be "
-                        "read twice",
+                        "no other step can be restored, so the job restores step %d, although it went back to an older step before; some "
+                        "data may be read twice",
                         step,
                     )
                 claims = self._claims_of(offers[step]) if is_memory else {}

@@ -125,7 +125,7 @@ class LazySaves:
 
 def check_lazy(lazy: bool | str) -> bool | str:
     if lazy not in LAZY:
-        raise ValueError(f'lazy is True, False or "auto", not {lazy!r}.')
+        raise ValueError(f'lazy must be True, False or "auto" (got {lazy!r}).')
     return lazy
 
 
