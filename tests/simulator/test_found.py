@@ -352,6 +352,13 @@ FOUND = {
     # A virtual chief dropped a save of its own cadence when not all that it had read was told, which was so each time. Its coordinator
     # renewed the version now and then, and the job never came further. Real chiefs wait and save.
     "a-chief-that-reads-on-never-saves": draw_task_plan(3018),
+    # A job without a fleet had one node left. It was cut off, then it stood still, and had no master for twelve minutes. Its agent woke
+    # up, reached the master and left, as it had been without one for too long. The job ended with it, as it shall; the check knew of no
+    # failure.
+    "the-last-agent-gives-up-and-says-so": draw_plan(31436),
+    # A person asked for a pause, and the master died before that was written. The wish to go on was refused, as there was no pause. The
+    # check took that for a resumed job, and asked that a pending node have its time once more.
+    "a-pause-that-never-was-renews-no-patience": draw_plan(31731),
 }
 
 

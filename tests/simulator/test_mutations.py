@@ -42,7 +42,7 @@ from dlrover.master.loop.turn import Turn
 from dlrover.protocol.messages.check import ExitClass
 from dlrover.protocol.messages.fleet import FleetSpec, NodeType, ReplicaSpec
 from dlrover.protocol.messages.frames import Answer, Request
-from dlrover.protocol.messages.job import Limits, NodeId, RestartPolicy, Round, Run
+from dlrover.protocol.messages.job import ExitReason, Limits, NodeId, RestartPolicy, Round, Run
 from dlrover.protocol.messages.kv import KvGet, KvQuery
 from dlrover.simulator.campaign import Failure, draw_plan, run_plan, shrink
 from dlrover.simulator.faults.kinds import Fault
@@ -441,6 +441,15 @@ def barriers_stay_closed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SyncPoints, "notify", lambda points, name, round_: None)
 
 
+def ends_name_nobody(patch: pytest.MonkeyPatch) -> None:
+    original = decision.Decision.end_job
+
+    def end_job(self: decision.Decision, reason: ExitReason, sentence: str, **more: Any) -> None:
+        original(self, reason, "The job failed.", **more)
+
+    patch.setattr(decision.Decision, "end_job", end_job)
+
+
 LIKELY = {
     "a_world_may_hold_who_is_gone": 18,
     "replaced_masters_do_not_look": 20,
@@ -558,6 +567,15 @@ def test_a_released_node_that_counts_as_done_is_noticed(monkeypatch: pytest.Monk
     failure = run_plan(FOUND["a-released-node-counts-as-one-that-has-done-its-work"])
     assert isinstance(failure, Failure)
     assert failure.invariant == "I8"
+
+
+def test_an_end_that_names_no_failure_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few seeds have an agent that gives up its master as the last of its job."""
+    ends_name_nobody(monkeypatch)
+    failure = run_plan(FOUND["the-last-agent-gives-up-and-says-so"])
+    assert isinstance(failure, Failure)
+    assert failure.invariant == "I8"
+    assert "no failure is named" in failure.sentence
 
 
 @pytest.mark.parametrize(

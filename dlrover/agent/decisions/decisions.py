@@ -282,13 +282,14 @@ class AgentDecisions:
         """
         The farewell that the master has yet to hear; `said`: the newest that it was told.
 
-        If its answer was lost, attaching again has brought us back as a new life, which has to leave, too.
+        If its answer was lost, attaching again has brought us back as a new life, which has to leave, too. The notice goes without its
+        full stop, as the master puts it into a sentence.
         """
         me = self.membership
         if departure.farewell is None or me.node < 0 or (said is not None and said.incarnation == me.incarnation):
             return None
-        reason = departure.farewell
-        return LeaveJob(node=me.node, incarnation=me.incarnation, reason=reason, message=departure.notice, held=held)
+        reason, message = departure.farewell, departure.notice.rstrip(".")
+        return LeaveJob(node=me.node, incarnation=me.incarnation, reason=reason, message=message, held=held)
 
     def _has_lost_master(self, now: float, outage: float) -> bool:
         terms = self._terms

@@ -43,6 +43,8 @@ class People:
         self.want_pause = False
         self.is_paused = False
         """They want a pause, and were told that there is one."""
+        self._was_paused = False
+        """There was a pause, as far as they know, when they last wanted the job to go on."""
         self._resumed_at: int | None = None
 
     # What they ask for once.
@@ -92,6 +94,7 @@ class People:
         return True
 
     def _let_go_on(self) -> None:
+        self._was_paused = self.is_paused
         self.want_pause = self.is_paused = False
         self._ask(ResumeJob())
 
@@ -112,6 +115,9 @@ class People:
         """By a master whose answer is durable. Refused as it is so already, or because the fleet is not defined yet.
 
         A job that cannot release its nodes is asked to launch no more, which none refuses.
+
+        A refused wish to go on says that the job goes on already. If they were told of the pause, a former master let it go on and took
+        the answer along. If not, the wish for a pause may have died with its master: there was none, and no patience begins anew.
         """
         if command is not self._question or code == ErrorCode.NO_PLATFORM:
             return
@@ -122,7 +128,8 @@ class People:
         if isinstance(command, SuspendJob):
             self.is_paused = True
             return
-        self._resumed_at = self._sim.events.now
+        if code is None or self._was_paused:
+            self._resumed_at = self._sim.events.now
         self._sim.troubles.add()
 
     def journal_lost(self) -> None:

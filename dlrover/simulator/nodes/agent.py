@@ -104,7 +104,7 @@ class VirtualAgent:
         self.is_warm = not shape.has_warm_up
         self._waits_to_enter: Join | JoinCheck | None = None
         """Until workers and node check have stopped."""
-        terms = AgentTerms(lease=shape.detection.lease, has_failover=shape.has_failover)
+        terms = AgentTerms(master_addr="master:50001", lease=shape.detection.lease, has_failover=shape.has_failover)
         self.decisions = AgentDecisions(identity, self.workers, terms, is_warm=self.is_warm)
         self.me = self.decisions.membership
         self.channel.seek(0)

@@ -6,7 +6,7 @@ A farewell that was heard, or was not heard in time, is the last word, because a
 
 from __future__ import annotations
 
-from dlrover.agent.decisions.departure import Departure
+from dlrover.agent.decisions.departure import Departure, Urgency
 from dlrover.protocol.messages.job import LeaveJob
 from dlrover.simulator.parts import AgentPart
 from dlrover.simulator.virtual_time import SECOND
@@ -32,6 +32,8 @@ class VirtualLeaving:
 
     def go(self, departure: Departure) -> None:
         self._departure = departure
+        if departure.urgency is Urgency.LOST_MASTER and departure.notice:
+            self._sim.ledger.gave_up(departure.notice)
         self._agent.workers.want_none(departure.cause)
         if departure.is_farewell_first:
             self._sim.checks.leave(self._agent)

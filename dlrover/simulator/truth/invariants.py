@@ -254,7 +254,14 @@ def _end_has_a_reason(sim: SimulationPart, job: Job, touched: Touched) -> str | 
 
 
 def explain_end(sim: SimulationPart, job: Job, end: JobEnd) -> str | None:
-    """Nothing if what the simulation knows explains why the job ended so."""
+    """
+    Nothing if what the simulation knows explains why the job ended so.
+
+    An end by an error names the process that failed first. There is one without: the master of a job without a fleet launches no nodes,
+    and ends the job when its last agent leaves for good. An agent may do so although no process failed: it was cut off or stood still
+    for longer than it may be without its master, reached the master once more and said goodbye. Then the end has to hold the words of
+    that agent.
+    """
     terms = job.state.terms or sim.terms  # the job itself knows none before its first node has come
     policy, charged = terms.restarts, sim.ledger.chargeable
     calm = sim.troubles.calm_for()
@@ -299,6 +306,8 @@ def explain_end(sim: SimulationPart, job: Job, end: JobEnd) -> str | None:
                     return f"node rank {rank} failed {charged.get(rank, 0)} times: {end.message}"
             elif not sum(charged.values()) and not sim.ledger.num_ports_taken:
                 return f"nothing had failed: {end.message}"
+        case ExitReason.WORKER_ERROR if sim.ledger.names_who_gave_up(end.message):
+            return None
         case _:
             return f"no failure is named: {end.message}"
     return None

@@ -39,6 +39,8 @@ class Ledger:
         """Highest sequence whose answer its sender has heard."""
         self.num_aborted = 0
         """How often an extension of the user wanted the job to end."""
+        self._notices: dict[str, None] = {}
+        """What agents that gave up their master had to say."""
         self.num_commands = 0
         self.num_alarms = 0
         """Nodes that were given up, and workers that were killed for having slept too long."""
@@ -46,6 +48,14 @@ class Ledger:
     def heard_answer(self, agent: AgentPart, sequence: int) -> None:
         life = (agent.id, agent.incarnation)
         self.answered[life] = max(sequence, self.answered.get(life, 0))
+
+    def gave_up(self, notice: str) -> None:
+        """An agent had no master for longer than it may stay."""
+        self._notices[notice.rstrip(".")] = None
+
+    def names_who_gave_up(self, message: str) -> bool:
+        """Whether these are the words of an agent that really gave up."""
+        return any(notice in message for notice in self._notices)
 
     def journal_lost(self) -> None:
         """What only the journal could know is not held against the master."""

@@ -283,3 +283,16 @@ def test_a_farewell_is_said_again_in_a_new_life() -> None:
     again = node.decisions.last_words(going, said)
     assert again is not None
     assert again.incarnation == 2
+
+
+def test_who_gives_up_the_master_names_it_in_words_that_fit_into_a_sentence() -> None:
+    node = Node(master_addr="10.0.0.1:50001", master_grace=600.0)
+    (act,) = node.follow(now=1000.0, outage=746.0)
+    assert isinstance(act, Depart)
+    said = node.decisions.last_words(act.departure, None)
+    assert said is not None
+    assert said.message == (
+        "No master at 10.0.0.1:50001 for 746 s (limit --master-grace 600 s): the workers were stopped. Start the job again where the "
+        "master's host is back"
+    )
+    assert act.departure.message == f"{said.message}."
