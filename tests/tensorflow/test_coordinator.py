@@ -182,7 +182,7 @@ def test_a_lost_chief_goes_back_to_its_last_checkpoint(start: StartJob) -> None:
     saved = int(checkpoint_values(newest_checkpoint(job.model_dir))[f"global_step{VALUE}"])
     assert saved > 0
     job.kill("chief-0")
-    job.wait_for_verdict("the coordinator has started again")
+    job.wait_for_verdict("Version 2 of the cluster begins: chief-0 is lost")
     assert begins_with_a_checkpoint(job, 2) >= saved
     assert job.finish() == 0, job.output[-4000:]
     assert seen(job).tolist() == [1.0] * 4000
