@@ -119,8 +119,7 @@ class ReplicaExchange:
         self._offered[name.path] = name
         is_alone = self._world is None or self._world.group_world_size == 1
         if name.path not in self._pushing and not is_alone:
-            task = self._pushing[name.path] = asyncio.create_task(self._push_offered(name.path), name="copies")
-            task.add_done_callback(lambda _: self._pushing.pop(name.path, None))
+            self._pushing[name.path] = asyncio.create_task(self._push_offered(name.path), name="copies")
 
     @property
     def copied_step(self) -> int | None:
@@ -141,17 +140,22 @@ class ReplicaExchange:
     # Keeping copies elsewhere.
 
     async def _push_offered(self, path: str) -> None:
-        while (name := self._offered.pop(path, None)) is not None:
-            world = self._world
-            assert world is not None, "nothing is pushed before the first round"
-            with logged(log, "bug: step %d has no copy on another node", name.step):
-                try:
-                    await self._push(name)
-                except (OSError, DLRoverError) as error:
-                    if world is not self._world:
-                        log.info("step %d was not copied in round %d, which is over: %s", name.step, world.round, error)
-                        continue
-                    self._tell(f"{type(error).__name__}", f"step {name.step} has no copy on another node: {error}")
+        try:
+            while (name := self._offered.pop(path, None)) is not None:
+                world = self._world
+                assert world is not None, "nothing is pushed before the first round"
+                with logged(log, "bug: step %d has no copy on another node", name.step):
+                    try:
+                        await self._push(name)
+                    except (OSError, DLRoverError) as error:
+                        if world is not self._world:
+                            log.info(
+                                "step %d was not copied in round %d, which is over: %s", name.step, world.round, error
+                            )
+                            continue
+                        self._tell(f"{type(error).__name__}", f"step {name.step} has no copy on another node: {error}")
+        finally:  # at once, and not when the task is seen to be done: an offer in between would wait for the next save
+            self._pushing.pop(path, None)
 
     async def _push(self, name: SlotName) -> None:
         pinned = pin_newest(name.path, name.slot, name.generation)

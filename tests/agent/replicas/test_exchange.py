@@ -24,7 +24,7 @@ from dlrover.snapshot.memory.mirror import copy_paths
 from dlrover.snapshot.memory.segment import segment_paths
 from dlrover.snapshot.parity import add_slowly
 from dlrover.snapshot.storage.persist import pin_newest, read_request, release
-from tests.agent.lab import DEADLINE
+from tests.agent.lab import DEADLINE, until
 from tests.agent.replicas.replica_lab import JOB, TOKEN, Lab, Meddler, is_right, states_in
 
 
@@ -143,6 +143,24 @@ async def test_two_copies_are_kept_and_the_newer_never_overwrites_the_newest(lab
         held = [item.step for item in lab.nodes[1]._store.list().items if item.is_copy]
         assert sorted(held) == [step - 1, step][-step:]
     assert len(copy_paths(lab.homes[1])) == 1
+
+
+async def test_what_is_offered_just_as_the_copies_are_done_is_copied_too(lab):
+    """The task had looked for the last time, and did not count as done yet: the newest step had no copy until the next save."""
+    trainers = await two_nodes(lab)
+    replicas = lab.nodes[0]
+    first, *late = (trainers[0].save(step, num_shards=2) for step in (1, 2))
+
+    class Offers(dict):
+        def pop(self, path, default=None):
+            found = super().pop(path, default)
+            if found is None and late:
+                asyncio.get_running_loop().call_soon(replicas.offer, late.pop())
+            return found
+
+    replicas._offered = Offers()
+    replicas.offer(first)
+    await until(lambda: 2 in [item.step for item in lab.nodes[1]._store.list().items if item.is_copy])
 
 
 async def test_copies_of_former_rounds_go_when_the_new_round_has_saved(lab):
