@@ -59,7 +59,7 @@ demo-brain: $(STAMP) ## two runs of a script: the second starts with the nodes t
 
 test: lint unit ## all checks and tests: what CI runs
 
-test-core: $(STAMP) ## the fast loop: messages, decisions and samples of simulated jobs (about 30 s)
+test-core: $(STAMP) ## the fast loop: messages, decisions and samples of simulated jobs (about 80 s)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/protocol tests/agreed tests/core tests/simulator
 
 lint: $(STAMP) ## formatting, lint, types, layers, plain English
