@@ -8,8 +8,7 @@ The door looks from behind instead: all connections are descriptors of this proc
 A connection is *inside* while a call that has shown the token lasts, else *outside*. The door does not look at connections inside.
 An address may have some connections outside, and all addresses together some more; the oldest are closed first, so that a new caller has time to show its
 token. For a moment a new one does not count as one of too many of its address, unless others of that address were just closed. Ten thousand agents may come at once, from one address, and wait outside until the master has read their calls. So there is more room, and
-more time, for agents that a restarted master expects, and for a moment after each connection that is admitted and stays. A caller that comes and goes
-makes no room: else the calls of people would let strangers in by the thousand.
+more time, for agents that a restarted master expects, and for a moment after each connection that is admitted.
 
 Time is counted in looks. A master that was stopped or is busy looks less often, and no connection ends for that.
 """
@@ -40,8 +39,6 @@ PERIOD = 0.1
 """Seconds between two looks, or more:"""
 SHARE = 20
 """between two looks so many times as long passes as the last one took. Each connection outside takes some microseconds."""
-SHARE_OF_CROWD = 4
-"""Instead, after a look that closed some of too many. A stranger opens ten thousand in a second: all that come between two looks cost memory."""
 PATIENCE = 50
 """Looks (5 s) within which a connection must show the token."""
 LONG_PATIENCE = 300
@@ -67,14 +64,11 @@ MAX_OF_REFUSED = 16
 MAX_OUTSIDE = 2048
 """Of all addresses together. A connection that says nothing costs 10 to 15 KB."""
 ROOM = 64
-"""How many more may be outside for each connection that was admitted and is still inside."""
+"""How many more may be outside for each connection that is admitted."""
 FADING = 0.9
 """The part of that room that a look leaves: half of it is gone after 0.7 s."""
 RETURN = 600
 """Looks (a minute) for which a restarted master expects its agents back."""
-
-TOO_MANY, TOO_MANY_OF_ADDRESS = "too-many", "too-many-of-address"
-"""Reasons."""
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _BPF_RETURN = 6
@@ -123,7 +117,6 @@ class Door:
         self._port = port
         self._max_outside = max_outside
         self._calls: Counter[Place] = Counter()  # admitted and not over
-        self._since: dict[Place, int] = {}  # the number of looks before the first of these calls
         self._inside: dict[Place, int] = {}  # descriptors of those that were seen since then
         self._seen: dict[int, _Stranger] = {}  # all other descriptors, as of the last look
         self._refused: dict[Place, _Refused] = {}
@@ -133,8 +126,6 @@ class Door:
         self._watched: dict[str, int] = {}  # the same since the last connection of theirs was closed
         self._room = 0.0
         self._num_looks = 0
-        self._is_crowded = False
-        """The last look found too many."""
         self._rarely = Rarely()
 
     @contextlib.contextmanager
@@ -143,7 +134,6 @@ class Door:
         place = _plain(place)
         if not self._calls[place]:
             self._room += ROOM
-            self._since[place] = self._num_looks
         self._calls[place] += 1
         try:
             yield
@@ -151,8 +141,6 @@ class Door:
             self._calls[place] -= 1
             if not self._calls[place]:
                 del self._calls[place]
-                # What is left of the room that it made goes with it.
-                self._room = max(0.0, self._room - ROOM * FADING ** (self._num_looks - self._since.pop(place)))
                 self._inside.pop(place, None)  # its descriptor may soon be that of another connection
 
     def refuse(self, place: Place) -> bool:
@@ -190,11 +178,11 @@ class Door:
         is_told = False
         took = 0.0
         while True:
-            await asyncio.sleep(self.pause(took))
+            await asyncio.sleep(max(PERIOD, SHARE * took))
             # By another clock a busy machine would make looks rare, and let strangers pile up.
             began_at = time.thread_time()
             try:
-                self.look()
+                self._look()
                 is_told = False
             except OSError as error:  # there is no descriptor left for the look itself
                 if not is_told:
@@ -202,12 +190,7 @@ class Door:
                 is_told = True
             took = time.thread_time() - began_at
 
-    def pause(self, took: float) -> float:
-        """Seconds until the next look, after one that took so much processor time."""
-        return max(PERIOD, took * (SHARE_OF_CROWD if self._is_crowded else SHARE))
-
-    def look(self) -> None:
-        """Close those that have to go. `run` does it again and again."""
+    def _look(self) -> None:
         self._num_looks += 1
         for refused in self._refused.values():
             refused.num_looks += 1
@@ -219,7 +202,6 @@ class Door:
         outside = self._outside()
         num_of = Counter(each.address for each in outside)
         num_outside = len(outside)
-        self._is_crowded = False
         for each in sorted(outside, key=attrgetter("num_looks"), reverse=True):
             self._deafen(each)
             reason = self._reason(each, num_of[each.address], num_outside, for_expected)
@@ -227,7 +209,6 @@ class Door:
                 num_of[each.address] -= 1
                 num_outside -= 1
                 self._watched[each.address] = 0
-                self._is_crowded |= reason in (TOO_MANY, TOO_MANY_OF_ADDRESS)
                 self._close(each, reason)
         self._refused = {place: each for place, each in self._refused.items() if each.num_held or not _is_over(each)}
         self._suspects = {address: looks for address, looks in self._suspects.items() if looks <= PATIENCE}
@@ -245,8 +226,8 @@ class Door:
         is_suspect = each.address in self._suspects
         is_new = each.num_looks <= NEW and not is_suspect and each.address not in self._watched
         if not is_new and num_of_address > (MAX_OF_REFUSED + for_expected if is_suspect else MAX_OF_ADDRESS + room):
-            return TOO_MANY_OF_ADDRESS
-        return TOO_MANY if num_outside > room + self._max_outside else ""
+            return "too-many-of-address"
+        return "too-many" if num_outside > room + self._max_outside else ""
 
     def _outside(self) -> list[_Stranger]:
         inside = set(self._inside.values())
