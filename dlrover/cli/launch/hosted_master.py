@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from dlrover.cli.launch import processes
-from dlrover.cli.launch.launcher import EXIT_MASTER_LOST, EXIT_USAGE, START_PATIENCE, pause_after
+from dlrover.cli.launch.children import pause_after
+from dlrover.cli.launch.launcher import EXIT_MASTER_LOST, EXIT_USAGE, START_PATIENCE
 from dlrover.cli.launch.runtime_dir import NodeDirectory
 from dlrover.master.config import MasterConfig
 from dlrover.protocol.errors import DLRoverError

@@ -8,9 +8,11 @@ workers said.
 from __future__ import annotations
 
 import re
+import shutil
 import textwrap
 
 from dlrover.agent.config import AgentResult
+from dlrover.cli.console import say
 from dlrover.host.signals import signal_name
 from dlrover.protocol.messages.goodput import GoodputStatus, TimeClass
 from dlrover.protocol.messages.job import ExitReason, FailureKind, FirstFailure, JobEnd
@@ -129,3 +131,14 @@ def _indented(text: str) -> list[str]:
         [f"  ... {left_out} lines left out", *(f"  {line}" for line in lines[-MAX_TAIL_LINES:])] if left_out > 0 else []
     )
     return shown or [f"  {line}" for line in lines]
+
+
+def pass_error_file_on(target: str | None, result: AgentResult) -> None:
+    """As torchrun: the program that started us may have named a file for the first worker's error."""
+    first = result.end.first_failure if result.end else None
+    if target and first is not None and first.failure.error_file:
+        try:
+            shutil.copyfile(first.failure.error_file, target)
+        except OSError as error:
+            # The failure was on another node, or the place is not writable: the report has said it all.
+            say(f"the error file could not be copied to {target}: {error.strerror}")

@@ -22,12 +22,13 @@ import msgspec
 from dlrover.agent.config import AgentConfig, AgentResult
 from dlrover.cli.console import say, say_block
 from dlrover.cli.launch import discovery, processes
+from dlrover.cli.launch.children import LONGEST_PAUSE, LaunchedChild, await_exit
 from dlrover.cli.launch.discovery import MasterPlace, MasterPort
+from dlrover.cli.launch.master_files import MasterFiles
 from dlrover.cli.launch.piped_script import copy_for_workers, read_piped
 from dlrover.cli.launch.processes import SignalInbox
 from dlrover.cli.launch.runtime_dir import (
     NodeDirectory,
-    job_directory_name,
     reap_in_passing,
     reap_snapshots,
     remove_snapshots,
@@ -39,7 +40,7 @@ from dlrover.cli.options.scaling_settings import from_environment
 from dlrover.cli.options.settings import Settings
 from dlrover.host.bystander_processes import BystanderProcesses
 from dlrover.protocol.addresses import Address
-from dlrover.protocol.errors import ConfigError, DLRoverError
+from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.fleet import Strategy
 from dlrover.protocol.messages.job import JobEnd
 from dlrover.protocol.messages.scaling import ScaleTerms, Tuner
@@ -57,8 +58,6 @@ AGENT_LIVED_LONG = 60.0
 MAX_PORT_CHOICES = 5
 NUM_QUICK_DEATHS = 5
 """Master deaths before it ever served, in a row, that are answered by an immediate start; then the pauses grow."""
-MAX_MASTER_PAUSE = 5.0
-MIN_PAUSE = 0.1
 START_PATIENCE = 120.0
 """Seconds for what keeps a child from being started again to heal: a full disk, a machine that is out of processes."""
 SWEEP_TIMEOUT = 5.0
@@ -191,15 +190,14 @@ class Launcher:
         # Agent and master read it from a file. Workers do not need it, and programs like to log their environment.
         self._environ.pop("DLROVER_JOB_TOKEN", None)
 
-        self._agent: int | None = None
+        self._files = MasterFiles(settings, directory.path, job_name=job_name, launch_id=launch_id)
+        self._has_other_nodes = place.is_shared and settings.terms.limits.max_nodes > 1
+
+        self._agent = LaunchedChild("agent")
         self._agent_started_at = 0.0
         self._num_agent_deaths = 0  # in a row
         self._neighbours: BystanderProcesses | None = None  # None: nothing has been started yet
-        self._agent_starts_at: float | None = None  # a start that waits for its time
-        self._agent_missed_since: float | None = None  # it could not be started again so far
-        self._master: int | None = None
-        self._master_starts_at: float | None = None
-        self._master_missed_since: float | None = None
+        self._master = LaunchedChild("master")
         self._num_quick_master_deaths = 0  # in a row, each before the master served
         self._has_master_served = False
         self._num_port_choices = 1
@@ -214,8 +212,8 @@ class Launcher:
     def run(self) -> Ended:
         try:
             self._start_agent()
-            assert self._agent is not None
-            self._neighbours = BystanderProcesses(besides=(self._agent,))
+            assert self._agent.pid is not None, "just started"
+            self._neighbours = BystanderProcesses(besides=(self._agent.pid,))
             process_tree().become_subreaper()
             if self._place.is_ours:
                 self._start_master()
@@ -234,7 +232,9 @@ class Launcher:
             self._clear_up()
 
     def _turn(self) -> None:
-        for number in self._inbox.wait(self._until_next_deadline()):
+        for number in self._inbox.wait(
+            _until_first(self._kill_agent_at, self._agent.starts_at, self._master.starts_at)
+        ):
             if number != signal.SIGCHLD:
                 self._on_signal(number)
         for pid, status in processes.reap_children().items():
@@ -293,37 +293,25 @@ class Launcher:
         self._directory.record(str(self._place.address), self._settings.tls)
         path = self._directory.write("agent.json", msgspec.json.encode(config))
         self._agent_started_at = time.monotonic()
-        self._agent = processes.spawn((*self._programs.agent, "--config", path), self._environ)
+        self._agent.pid = processes.spawn((*self._programs.agent, "--config", path), self._environ)
 
     def _restart_agent(self) -> None:
-        """The job is under way: what keeps the agent from starting may pass, and the others wait for us meanwhile."""
-        self._agent_starts_at = None
-        try:
-            self._start_agent()
-            self._agent_missed_since = None
-        except (DLRoverError, OSError) as error:
-            now, limit = time.monotonic(), self._patience.restart
-            if self._agent_missed_since is None:
-                self._agent_missed_since = now
-                say(f"the agent cannot be started now; trying again for {limit:.0f} s. {error}")
-            if now - self._agent_missed_since >= limit:
-                self._fail(EXIT_FAILED, f"The agent could not be started for {limit:.0f} s. {error}")
-            else:
-                self._agent_starts_at = now + pause_after(now - self._agent_missed_since)
+        why_not = self._agent.start_again(self._start_agent, limit=self._patience.restart)
+        if why_not:
+            self._fail(EXIT_FAILED, why_not)
 
     def _on_agent_exit(self, status: int) -> None:
-        result = self._read_result()
+        result = _read_result(self._directory.path)
         if self._stopped_by is not None:
             is_done = result is not None and result.exit_code == 0
             self._ended = Ended(0 if is_done else 128 + self._stopped_by, result)
             return
-        if result is not None and result.is_job_alive and self._master is not None and self._has_other_nodes:
+        if result is not None and result.is_job_alive and self._master.pid is not None and self._has_other_nodes:
             say(f"{result.message} This launcher keeps running, because it hosts the master of the other nodes.")
             self._departed = result
             return
         if result is not None:
-            self._ended = Ended(self._exit_code(result), result)
-            self._report(result)
+            self._end_with(result)
             return
         if self._job_end is not None:
             self._end_without_agent(self._job_end)
@@ -343,50 +331,20 @@ class Launcher:
             self._restart_agent()
 
     def _end_without_agent(self, end: JobEnd) -> None:
-        result = result_of(end)
         say("the job ended while this node's agent was not running")
-        self._ended = Ended(self._exit_code(result), result)
-        self._report(result)
+        self._end_with(result_of(end))
 
-    def _read_result(self) -> AgentResult | None:
-        path = os.path.join(self._directory.path, "result.json")
-        try:
-            with open(path, "rb") as file:
-                return msgspec.json.decode(file.read(), type=AgentResult)
-        except FileNotFoundError:
-            return None
-        except msgspec.DecodeError as error:
-            say(f"the agent left a result that cannot be read: {error}")
-            return None
-
-    def _exit_code(self, result: AgentResult) -> int:
-        if result.exit_code == EXIT_FAILED and self._settings.is_exit_code_of_worker and result.worker_exit_code:
-            return result.worker_exit_code
-        return result.exit_code
-
-    def _report(self, result: AgentResult) -> None:
+    def _end_with(self, result: AgentResult) -> None:
+        self._ended = Ended(_exit_code(self._settings, result), result)
         if result.exit_code == EXIT_USAGE:
             say_block(f"dlrover-run: error: {result.message}")
         elif result.is_job_alive:
             say(result.message)
         elif result.exit_code != 0 and self._settings.environment.is_reporting:
-            from dlrover.cli.launch.last_words import failure_report
+            from dlrover.cli.launch.last_words import failure_report, pass_error_file_on
 
             say_block(failure_report(self._job_name, result))
-            self._pass_error_file_on(result)
-
-    def _pass_error_file_on(self, result: AgentResult) -> None:
-        """As torchrun: the program that started us may have named a file for the first worker's error."""
-        target = self._environ.get("TORCHELASTIC_ERROR_FILE")
-        first = result.end.first_failure if result.end else None
-        if target and first is not None and first.failure.error_file:
-            import shutil
-
-            try:
-                shutil.copyfile(first.failure.error_file, target)
-            except OSError as error:
-                # The failure was on another node, or the place is not writable: the report has said it all.
-                say(f"the error file could not be copied to {target}: {error.strerror}")
+            pass_error_file_on(self._environ.get("TORCHELASTIC_ERROR_FILE"), result)
 
     # The master.
 
@@ -395,96 +353,52 @@ class Launcher:
 
         self._probe = MasterProbe(self._place.address, self._inbox, timeout=self._patience.find_master)
 
-    def _scaling(self) -> ScaleTerms | None:
-        """No platform gives this job its nodes: all there is to change is what its workers do with theirs."""
-        if self._settings.tuner is Tuner.OFF:
-            return None
-        terms, _ = from_environment(self._environ)
-        return msgspec.structs.replace(terms, tuner=self._settings.tuner)
-
     def _start_master(self) -> None:
         from dlrover.master.config import MasterConfig
 
-        self._master_starts_at = None
-        try:
-            os.unlink(self._ready_file)  # it speaks of one life only
-        except FileNotFoundError:
-            pass
+        self._files.begin_life()
         config = MasterConfig(
             job_name=self._job_name,
             host=self._place.bind_host,
             port=self._place.address.port,
             token_file=self._token_file,
             tls=self._settings.tls,
-            journal=self._journal_file(),
-            ready_file=self._ready_file,
-            end_file=self._end_file,
-            log_file=self._master_log,
+            journal=self._files.journal(),
+            ready_file=self._files.ready,
+            end_file=self._files.end,
+            log_file=self._files.log,
             log_root=self._settings.environment.log_root,
             user=self._settings.environment.user,
             pre_check_ops=self._settings.pre_check_ops,
             topology_querier=self._settings.topology_querier,
             topology_sorter=self._settings.topology_sorter,
             event_reporters=self._settings.environment.event_reporters,
-            reports=self._reports,
-            scaling=self._scaling(),
+            reports=self._files.reports,
+            scaling=_scaling(self._settings, self._environ),
             **msgspec.structs.asdict(self._settings.watching),
             parent_death=True,
             parent_pid=os.getpid(),
         )
         path = self._directory.write("master.json", msgspec.json.encode(config))
-        self._master = processes.spawn(
-            (*self._programs.master, "--config", path), self._environ, output=self._master_log
+        self._master.pid = processes.spawn(
+            (*self._programs.master, "--config", path), self._environ, output=self._files.log
         )
 
     def _restart_master(self) -> None:
         """Workers train on without it. When it has been away for as long as agents wait for it, no agent needs it any more."""
-        self._master_starts_at = None
-        try:
-            self._start_master()
-            self._master_missed_since = None
-        except (DLRoverError, OSError) as error:
-            now, limit = time.monotonic(), max(self._patience.restart, self._settings.master_grace)
-            if self._master_missed_since is None:
-                self._master_missed_since = now
-                say(f"the master cannot be started now; trying again for {limit:.0f} s. {error}")
-            if now - self._master_missed_since >= limit:
-                self._fail(EXIT_MASTER_LOST, f"The master could not be started for {limit:.0f} s. {error}")
-            else:
-                self._master_starts_at = now + pause_after(now - self._master_missed_since)
-
-    @property
-    def _ready_file(self) -> str:
-        return os.path.join(self._directory.path, "master.ready")
-
-    @property
-    def _end_file(self) -> str:
-        return os.path.join(self._directory.path, "end.json")
-
-    @property
-    def _master_log(self) -> str:
-        return os.path.join(self._directory.path, "master.log")
-
-    @property
-    def _reports(self) -> str:
-        log_dir = self._settings.log.log_dir
-        return (log_dir if log_dir != os.devnull else "") or self._settings.journal or self._directory.path
-
-    def _journal_file(self) -> str:
-        if not self._settings.journal:
-            return os.path.join(self._directory.path, "journal.sqlite")
-        # One file per launch: a journal of an ended job of the same name must not be taken for ours.
-        os.makedirs(self._settings.journal, exist_ok=True)
-        return os.path.join(self._settings.journal, f"{job_directory_name(self._job_name)}-{self._launch_id}.sqlite")
+        limit = max(self._patience.restart, self._settings.master_grace)
+        why_not = self._master.start_again(self._start_master, limit=limit)
+        if why_not:
+            self._fail(EXIT_MASTER_LOST, why_not)
 
     def _on_master_exit(self, status: int) -> None:
         from dlrover.master.config import EXIT_PORT_IN_USE
 
-        self._job_end = self._read_end()
+        self._job_end = self._files.read_end()
         if self._job_end is not None and self._departed is not None:
             self._ended = Ended(self._departed.exit_code, self._departed)
             return
-        if self._job_end is not None and self._agent_starts_at is not None:
+        if self._job_end is not None and self._agent.starts_at is not None:
             self._end_without_agent(self._job_end)
             return
         if self._job_end is not None:
@@ -495,7 +409,7 @@ class Launcher:
         # It did not say that the job is over, so it is not, whatever ended the master: a crash, somebody's signal.
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         how = processes.describe_status(status)
-        if os.path.exists(self._ready_file):
+        if self._files.is_ready():
             self._has_master_served = True
             self._num_quick_master_deaths = 0
         else:
@@ -507,27 +421,17 @@ class Launcher:
         if is_first_start and (code == EXIT_USAGE or self._num_quick_master_deaths > NUM_QUICK_DEATHS):
             self._fail(
                 EXIT_USAGE if code == EXIT_USAGE else EXIT_MASTER_LOST,
-                f"The master could not start ({how}). Its log ends with:\n{self._master_tail()}",
+                f"The master could not start ({how}). Its log ends with:\n{self._files.log_tail()}",
             )
             return
         excess = self._num_quick_master_deaths - NUM_QUICK_DEATHS
-        pause = min(MAX_MASTER_PAUSE, 0.1 * 2**excess) if excess > 0 else 0.0
+        pause = min(LONGEST_PAUSE, 0.1 * 2**excess) if excess > 0 else 0.0
         say(
             f"the master ended ({how}); starting it again"
             + (f" in {pause:.1f} s" if pause else "")
             + ", workers train on"
         )
-        self._master_starts_at = time.monotonic() + pause
-
-    def _read_end(self) -> JobEnd | None:
-        try:
-            with open(self._end_file, "rb") as file:
-                return msgspec.json.decode(file.read(), type=JobEnd)
-        except FileNotFoundError:
-            return None
-        except msgspec.MsgspecError as error:
-            say(f"the master left an end of the job that cannot be read: {error}")
-            return None
+        self._master.starts_at = time.monotonic() + pause
 
     def _on_port_taken(self) -> None:
         """Another process listened first. With a port that no other process knows, any other does as well."""
@@ -553,80 +457,54 @@ class Launcher:
         self._place = msgspec.structs.replace(
             self._place, address=Address(self._place.address.host, self._master_port.port)
         )
-        if self._agent is not None:
-            processes.send(self._agent, signal.SIGKILL)
-            self._agent = None
+        if self._agent.pid is not None:
+            self._agent.send(signal.SIGKILL)
+            self._agent.pid = None
             self._sweep()
         self._restart_agent()
         self._restart_master()
-
-    def _master_tail(self) -> str:
-        try:
-            with open(self._master_log, encoding="utf-8", errors="replace") as file:
-                return "".join(file.readlines()[-15:]).rstrip()
-        except FileNotFoundError:
-            return "(nothing)"
 
     # Events.
 
     def _on_signal(self, number: int) -> None:
         if self._stopped_by is None:
             self._stopped_by = number
-            self._say_stopped(number)
+            _say_stopped(self._settings, self._job_name, number)
             self._kill_agent_at = time.monotonic() + self._settings.shutdown_timeout + self._patience.agent_margin
-            if self._agent is not None:
+            if self._agent.pid is not None:
                 # The agent passes it on to the workers, which may treat Ctrl-C and SIGTERM differently.
-                processes.send(self._agent, number if self._is_heard(number) else signal.SIGTERM)
-            if self._master is not None and self._has_other_nodes and os.path.exists(self._ready_file):
+                self._agent.send(number if _is_heard(self._agent.pid, number) else signal.SIGTERM)
+            if self._has_other_nodes and self._files.is_ready():
                 # The master goes with us; without it the others would train into the void and then wait for its return.
-                processes.send(self._master, signal.SIGUSR1)
-            if self._departed is not None or self._agent_starts_at is not None:
+                self._master.send(signal.SIGUSR1)
+            if self._departed is not None or self._agent.starts_at is not None:
                 self._ended = Ended(128 + number, self._departed)
         elif number == signal.SIGINT:
             say("interrupted again: killing everything at once")
             self._kill_agent_at = time.monotonic()
             self._is_hurried = True
 
-    def _say_stopped(self, number: int) -> None:
-        if self._settings.environment.platform_node >= 0:
-            return  # the platform ends its nodes so, also when all is well
-        grace = f"Its workers have {self._settings.shutdown_timeout:g} s to end (--shutdown-timeout)"
-        if number == signal.SIGINT:
-            say(f"job {self._job_name} was interrupted. {grace}; press Ctrl-C again to kill them at once.")
-        else:
-            say(f"job {self._job_name} was stopped by {signal.Signals(number).name}. {grace}.")
-
-    def _is_heard(self, number: int) -> bool:
-        """
-        An agent that has just been started has no handlers yet, and there are signals that would stop it, or go unnoticed. Of Ctrl-C
-        Python would show a traceback; a handler for SIGTERM is never Python's own.
-        """
-        from dlrover.agent.workers.sigterm import caught_signals
-
-        assert self._agent is not None, "no agent to hear it"
-        return {number, signal.SIGTERM} <= caught_signals(self._agent)
-
     def _on_exit(self, pid: int, status: int) -> None:
-        if pid == self._agent:
-            self._agent = None
+        if pid == self._agent.pid:
+            self._agent.pid = None
             if self._ended is None:
                 self._on_agent_exit(status)
-        elif pid == self._master:
-            self._master = None
+        elif pid == self._master.pid:
+            self._master.pid = None
             if self._ended is None:
                 self._on_master_exit(status)
 
     def _on_time(self, now: float) -> None:
         if self._ended is not None:
             return
-        if self._kill_agent_at is not None and now >= self._kill_agent_at and now < self._saving_until():
-            self._kill_agent_at = self._saving_until()
-        if self._kill_agent_at is not None and now >= self._kill_agent_at and self._agent is not None:
-            processes.send(self._agent, signal.SIGKILL)
+        if self._kill_agent_at is not None and now >= self._kill_agent_at and not self._is_hurried:
+            self._kill_agent_at = max(self._kill_agent_at, saving_until(self._directory.path))
+        if self._kill_agent_at is not None and now >= self._kill_agent_at and self._agent.pid is not None:
+            self._agent.send(signal.SIGKILL)
             self._kill_agent_at = None
-        if self._agent_starts_at is not None and now >= self._agent_starts_at:
+        if self._agent.starts_at is not None and now >= self._agent.starts_at:
             self._restart_agent()
-        if self._master_starts_at is not None and now >= self._master_starts_at:
+        if self._master.starts_at is not None and now >= self._master.starts_at:
             self._restart_master()
         if self._probe is not None and self._probe.is_over:
             probe, self._probe = self._probe, None
@@ -637,14 +515,6 @@ class Launcher:
                     "right and reachable from here, and that the node there has been started."
                 )
                 self._fail(EXIT_MASTER_LOST, message)
-
-    def _saving_until(self) -> float:
-        return 0.0 if self._is_hurried else saving_until(self._directory.path)
-
-    def _until_next_deadline(self) -> float | None:
-        planned = (self._kill_agent_at, self._agent_starts_at, self._master_starts_at)
-        deadlines = [at for at in planned if at is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _fail(self, exit_code: int, message: str) -> None:
         result = AgentResult(exit_code=exit_code, message=message)
@@ -658,8 +528,8 @@ class Launcher:
         if self._neighbours is None:
             return
         keep = self._neighbours.pids()
-        if self._master is not None:
-            keep.add(self._master)
+        if self._master.pid is not None:
+            keep.add(self._master.pid)
         left = process_tree().kill_descendants(keep, deadline=SWEEP_TIMEOUT)
         if left:
             say(
@@ -675,61 +545,82 @@ class Launcher:
             say(f"could not make sure that every process of the job has ended: {error}")
 
     def _end_children(self) -> None:
-        if self._agent is not None:
+        both = (self._agent, self._master)
+        if self._agent.pid is not None:
             # We end before the agent does (the master is out of reach): it may still stop its workers in good order.
-            processes.send(self._agent, signal.SIGTERM)
-            self._await_exit("_agent", self._patience.master)
-        if self._master is not None:
+            self._agent.send(signal.SIGTERM)
+            await_exit(self._agent, among=both, inbox=self._inbox, patience=self._patience.master)
+        if self._master.pid is not None:
             has_ended_well = self._ended is not None and self._ended.result is not None and self._stopped_by is None
             if has_ended_well or self._has_other_nodes:  # stopped by a signal: the others should still hear of it
                 is_long = has_ended_well and self._has_other_nodes
-                self._await_exit("_master", self._patience.shared_master if is_long else self._patience.master)
-        if self._master is not None:
-            processes.send(self._master, signal.SIGTERM)
-            self._await_exit("_master", self._patience.master)
-        self._master = None  # if it is still there, it goes with the rest
-        self._tell_goodput()
+                patience = self._patience.shared_master if is_long else self._patience.master
+                await_exit(self._master, among=both, inbox=self._inbox, patience=patience)
+        if self._master.pid is not None:
+            self._master.send(signal.SIGTERM)
+            await_exit(self._master, among=both, inbox=self._inbox, patience=self._patience.master)
+        self._master.pid = None  # if it is still there, it goes with the rest
+        goodput = self._files.read_goodput()
+        if goodput is not None and goodput.num_faults and self._settings.environment.is_reporting:
+            # One line about where the time went, if anything happened: torchrun says nothing, and nor do we without need.
+            from dlrover.cli.launch.last_words import goodput_line
+
+            say(goodput_line(goodput))
         self._sweep()
         if self._master_port is not None:
             self._master_port.close()
 
-    @property
-    def _has_other_nodes(self) -> bool:
-        return self._place.is_shared and self._settings.terms.limits.max_nodes > 1
 
-    def _tell_goodput(self) -> None:
-        """One line about where the time went, if anything happened: torchrun says nothing, and nor do we without need."""
-        from dlrover.master.config import goodput_file
-        from dlrover.protocol.messages.goodput import GoodputStatus
-
-        try:
-            with open(goodput_file(self._end_file), "rb") as file:
-                goodput = msgspec.json.decode(file.read(), type=GoodputStatus)
-        except (OSError, msgspec.MsgspecError):
-            return  # the job is not over, or its master is elsewhere
-        if goodput.num_faults and self._settings.environment.is_reporting:
-            from dlrover.cli.launch.last_words import goodput_line
-
-            say(goodput_line(goodput))
-
-    def _await_exit(self, child: str, patience: float) -> None:
-        """Until that child has ended; a signal ends the patience."""
-        deadline = time.monotonic() + patience
-        while (pid := getattr(self, child)) is not None:
-            ended = processes.reap_children()
-            for name in ("_agent", "_master"):
-                if getattr(self, name) in ended:
-                    setattr(self, name, None)
-            remaining = deadline - time.monotonic()
-            if pid in ended or remaining <= 0:
-                return
-            if any(number != signal.SIGCHLD for number in self._inbox.wait(remaining)):
-                return
+def _until_first(*planned: float | None) -> float | None:
+    """Seconds until the first of these deadlines. None: there is none."""
+    deadlines = [at for at in planned if at is not None]
+    return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
 
-def pause_after(missed: float) -> float:
-    """Before the next try: as long again as it has been missed so far."""
-    return min(MAX_MASTER_PAUSE, max(MIN_PAUSE, missed))
+def _read_result(directory: str) -> AgentResult | None:
+    path = os.path.join(directory, "result.json")
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=AgentResult)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        say(f"the agent left a result that cannot be read: {error}")
+        return None
+
+
+def _exit_code(settings: Settings, result: AgentResult) -> int:
+    if result.exit_code == EXIT_FAILED and settings.is_exit_code_of_worker and result.worker_exit_code:
+        return result.worker_exit_code
+    return result.exit_code
+
+
+def _scaling(settings: Settings, environ: Mapping[str, str]) -> ScaleTerms | None:
+    """No platform gives this job its nodes: all there is to change is what its workers do with theirs."""
+    if settings.tuner is Tuner.OFF:
+        return None
+    terms, _ = from_environment(environ)
+    return msgspec.structs.replace(terms, tuner=settings.tuner)
+
+
+def _say_stopped(settings: Settings, job_name: str, number: int) -> None:
+    if settings.environment.platform_node >= 0:
+        return  # the platform ends its nodes so, also when all is well
+    grace = f"Its workers have {settings.shutdown_timeout:g} s to end (--shutdown-timeout)"
+    if number == signal.SIGINT:
+        say(f"job {job_name} was interrupted. {grace}; press Ctrl-C again to kill them at once.")
+    else:
+        say(f"job {job_name} was stopped by {signal.Signals(number).name}. {grace}.")
+
+
+def _is_heard(agent: int, number: int) -> bool:
+    """
+    An agent that has just been started has no handlers yet, and there are signals that would stop it, or go unnoticed. Of Ctrl-C
+    Python would show a traceback; a handler for SIGTERM is never Python's own.
+    """
+    from dlrover.agent.workers.sigterm import caught_signals
+
+    return {number, signal.SIGTERM} <= caught_signals(agent)
 
 
 def result_of(end: JobEnd) -> AgentResult:
