@@ -129,7 +129,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
     patterns = UserPatterns(config.watch.log_patterns)
     watch.read_tail = output.tail_of
     socket.tell_of_snapshots(saver)
-    saver.tell_trainers_by(socket.tell_trainers)
+    saver.commits.tell_trainers = socket.tell_trainers
 
     def build_group(world: WorldSpec, *, node_rank: NodeRank, master_now: Callable[[], Micros]) -> WorkerGroup:
         saver.enter(world)
@@ -172,7 +172,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
             settle_output=output.settle_held,
         )
         socket.relay_to(agent.relay)
-        saver.report_to(agent.relay)
+        saver.commits.report_to(agent.relay)
         result = await agent.run()
         is_hurried = result.exit_code >= EXIT_BY_SIGNAL
         is_saved = await drain.finish(agent.told_to_end, is_hurried=is_hurried)

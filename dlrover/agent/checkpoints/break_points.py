@@ -9,7 +9,7 @@ does not answer soon, each node writes whatever it has to write of it: the files
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from dlrover.agent.checkpoints.duties import DutyLine
 from dlrover.protocol.messages.checkpoint import HeldSnapshot, PersistSnapshot, SnapshotsHeld
 from dlrover.protocol.messages.job import Round
+from dlrover.snapshot.memory.homes import Home
 from dlrover.snapshot.memory.mirror import copy_paths
 from dlrover.snapshot.memory.segment import PinnedSlot, Segment, SlotName
 from dlrover.snapshot.memory.segment_format import SegmentInvalid
@@ -45,6 +46,21 @@ def pin_held(
         else:
             held.append((pinned, request))
     return in_order(held)
+
+
+def pin_newest_common(home: Home) -> Iterator[PinnedSlot]:
+    """The snapshots of the newest step that all workers of this node have."""
+    by_shard = {each.global_rank: of_present_history(each.slots) for each in home.snapshots()}
+    steps = [{slot.step for slot in slots} for slots in by_shard.values()]
+    common = set.intersection(*steps) if steps else set()
+    if not common:
+        return
+    newest = max(common)
+    for slots in by_shard.values():
+        name = max(slot for slot in slots if slot.step == newest)
+        pinned = pin_newest(name.path, name.slot, name.generation)
+        if pinned is not None:
+            yield pinned
 
 
 def in_order(held: Held) -> Held:

@@ -415,7 +415,7 @@ def open_replicas(config: AgentConfig, token: str, saver: Saver) -> ReplicaExcha
             logging.WARNING if is_wanted else logging.INFO, "snapshots are not exchanged with other nodes: %s", error
         )
         return None
-    saver.on_summed = replicas.offer
+    saver.sums.on_summed = replicas.offer
     return replicas
 
 

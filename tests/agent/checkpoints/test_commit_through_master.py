@@ -50,9 +50,9 @@ class Node:
         )
         self.heard: list[TrainerNews] = []
         self.has_heard = asyncio.Event()
-        self.saver.tell_trainers_by(self.hear)
+        self.saver.commits.tell_trainers = self.hear
         if core is not None:
-            self.saver.report_to(core.relay_of("ab"[shard]))
+            self.saver.commits.report_to(core.relay_of("ab"[shard]))
         self.shard, self.num_shards, self.directory = shard, num_shards, tmp_path / "checkpoints"
         home = self.saver.home_for(NodeRank(shard))
         self.saver.enter(world(shard))

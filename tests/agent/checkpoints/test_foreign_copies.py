@@ -53,7 +53,7 @@ def savers(tmp_path: Path, lab: Lab) -> Iterator[Any]:
         )
         made.append(saver)
         if core is not None:
-            saver.report_to(core.relay_of("ab"[node]))
+            saver.commits.report_to(core.relay_of("ab"[node]))
         assert saver.home_for(NodeRank(node)) == str(lab.homes[node])
         saver.enter(world(node))
         if place is not None:

@@ -127,7 +127,7 @@ async def test_a_memory_save_is_summed_and_not_written(make, start, tmp_path):
     saver = make()
     name = start(saver).save(3, is_storage=False)
     assert saver.on_saved(news(name, is_storage=False)) is None
-    await asyncio.wait_for(saver._summing, DEADLINE)
+    await asyncio.wait_for(saver.sums.wait(), DEADLINE)
     with Segment(name.path) as segment, segment.pin(name.slot) as pinned:
         assert pinned.verify()
     assert not (tmp_path / "checkpoints").exists()
