@@ -48,9 +48,7 @@ from dlrover.protocol.messages.job import (
     Desired,
     FailureKind,
     Heartbeat,
-    Incarnation,
     Micros,
-    NodeId,
     NodeRank,
     PlatformId,
     ReportFailure,
@@ -158,8 +156,8 @@ class Agent:
             find_address=config.find_master if config.master_file else None,
         )
         if watch is not None:
-            watch.connect(self._channel.observe, self._who, self._master_now)
-        self.relay = Relay(self._channel.call, self._who, self._channel.observe)
+            watch.connect(self._channel.observe, self._me.who, self._master_now)
+        self.relay = Relay(self._channel.call, self._me.who, self._channel.observe)
         """For the requests of our workers."""
         self._recovery = Recovery(
             self._channel.call,
@@ -392,9 +390,6 @@ class Agent:
                 )
                 if self._watch is not None:
                     self._watch.report()
-
-    def _who(self) -> tuple[NodeId, Incarnation]:
-        return self._me.node, self._me.incarnation
 
     def _master_now(self) -> Micros:
         return Micros(time.monotonic_ns() // 1000 + self._clock_offset)

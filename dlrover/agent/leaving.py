@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from dlrover.agent.config import AgentResult
-from dlrover.agent.decisions.decisions import AgentDecisions
+from dlrover.agent.decisions.decisions import AgentDecisions, last_words
 from dlrover.agent.decisions.departure import EXIT_BY_SIGNAL, EXIT_FAILED, Departure, Urgency
 from dlrover.agent.deliveries import Deliveries
 from dlrover.agent.recovery import Recovery
@@ -103,7 +103,7 @@ class Leaving:
         said: LeaveJob | None = None
         if self._channel.outage():
             return
-        while (command := self._decisions.last_words(departure, said, held)) is not None:
+        while (command := last_words(self._decisions.membership, departure, said, held)) is not None:
             if said is None and departure.farewell not in (LeaveReason.STOPPED_BY_USER, LeaveReason.PREEMPTED):
                 self._on_leaving()
             said = command

@@ -21,7 +21,6 @@ from dlrover.agent.decisions.acts import (
     KillWorkers,
     Note,
     Reattach,
-    StartCheck,
     StartWorkers,
     StopCheck,
     StopWorkers,
@@ -183,7 +182,7 @@ class AgentDecisions:
             case Join() | JoinCheck():
                 return self.joining.enter(wish)
             case Check(world=world):
-                return self._start_check(wish) if world.round > self.joining.checked_round else []
+                return self.joining.start_check(wish) if world.round > self.joining.checked_round else []
             case Run(world=world):
                 return self._start(world) if world.round > self.started_round else []
             case Wait() | Idle():
@@ -201,11 +200,6 @@ class AgentDecisions:
         self.finished_round = Round(0)  # of an earlier one, which then was not enough
         self.joining.give_offer()
         return [StartWorkers(world)]
-
-    def _start_check(self, check: Check) -> list[Act]:
-        self.joining.checked_round = check.world.round
-        self.joining.give_offer()
-        return [StartCheck(check)]
 
     def not_offered(self, join: Join | JoinCheck, why: str, *, is_idle: bool) -> list[Act]:
         """No port is free. `is_idle`: neither workers nor a node check run, so none that is being stopped holds it."""
@@ -270,26 +264,9 @@ class AgentDecisions:
             return [*acts, Reattach()]
         return [Reattach()] if isinstance(command, ReportFinished) else []  # presenting ourselves says it too
 
-    # Going.
-
     def _depart(self, departure: Departure) -> list[Act]:
         self.membership.is_leaving = True
         return [Depart(departure)]
-
-    def last_words(
-        self, departure: Departure, said: LeaveJob | None, held: tuple[HeldSnapshot, ...] = ()
-    ) -> LeaveJob | None:
-        """
-        The farewell that the master has yet to hear; `said`: the newest that it was told.
-
-        If its answer was lost, attaching again has brought us back as a new life, which has to leave, too. The notice goes without its
-        full stop, as the master puts it into a sentence.
-        """
-        me = self.membership
-        if departure.farewell is None or me.node < 0 or (said is not None and said.incarnation == me.incarnation):
-            return None
-        reason, message = departure.farewell, departure.notice.rstrip(".")
-        return LeaveJob(node=me.node, incarnation=me.incarnation, reason=reason, message=message, held=held)
 
     def _has_lost_master(self, now: float, outage: float) -> bool:
         terms = self._terms
@@ -298,6 +275,21 @@ class AgentDecisions:
         return outage > (
             terms.master_grace if self.membership.node >= 0 else max(terms.master_grace, terms.first_connection)
         )
+
+
+def last_words(
+    me: Membership, departure: Departure, said: LeaveJob | None, held: tuple[HeldSnapshot, ...] = ()
+) -> LeaveJob | None:
+    """
+    The farewell that the master has yet to hear; `said`: the newest that it was told.
+
+    If its answer was lost, attaching again has brought us back as a new life, which has to leave, too. The notice goes without its
+    full stop, as the master puts it into a sentence.
+    """
+    if departure.farewell is None or me.node < 0 or (said is not None and said.incarnation == me.incarnation):
+        return None
+    reason, message = departure.farewell, departure.notice.rstrip(".")
+    return LeaveJob(node=me.node, incarnation=me.incarnation, reason=reason, message=message, held=held)
 
 
 def _order(desired: Desired) -> tuple[int, int]:

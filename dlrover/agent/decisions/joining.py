@@ -19,6 +19,7 @@ from dlrover.agent.decisions.acts import (
     Interrupted,
     Note,
     OfferPort,
+    StartCheck,
     StopWorkers,
     TellMaster,
     WarmUp,
@@ -26,6 +27,7 @@ from dlrover.agent.decisions.acts import (
 from dlrover.protocol.messages.job import (
     NODE_CHECK_RENDEZVOUS,
     TRAINING_RENDEZVOUS,
+    Check,
     Desired,
     Incarnation,
     Join,
@@ -65,6 +67,10 @@ class Membership(Struct):
     """The newest wish of the master."""
     is_leaving: bool = False
     """The result is known: nothing that is still refused or wished can bring this node back into the job."""
+
+    def who(self) -> tuple[NodeId, Incarnation]:
+        """Under which the master knows this node."""
+        return self.node, self.incarnation
 
 
 class Joining:
@@ -160,6 +166,11 @@ class Joining:
             name=_name(join),
         )
         return [TellMaster(command)]
+
+    def start_check(self, check: Check) -> list[Act]:
+        self.checked_round = check.world.round
+        self.give_offer()
+        return [StartCheck(check)]
 
     def offer_another(self, refused: JoinRendezvous) -> list[Act]:
         """The port has served an earlier round by chance: join the same round with another."""

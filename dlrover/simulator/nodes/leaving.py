@@ -6,6 +6,7 @@ A farewell that was heard, or was not heard in time, is the last word, because a
 
 from __future__ import annotations
 
+from dlrover.agent.decisions.decisions import last_words
 from dlrover.agent.decisions.departure import Departure, Urgency
 from dlrover.protocol.messages.job import LeaveJob
 from dlrover.simulator.parts import AgentPart
@@ -52,7 +53,7 @@ class VirtualLeaving:
     def _say_farewell(self) -> None:
         agent, departure = self._agent, self._departure
         assert departure is not None, "it stays"
-        words = agent.decisions.last_words(departure, self._said) if agent.channel.is_attached else None
+        words = last_words(agent.me, departure, self._said) if agent.channel.is_attached else None
         if words is None:
             self._close()
             return

@@ -25,7 +25,7 @@ from dlrover.agent.decisions.acts import (
     Waiting,
     WarmUp,
 )
-from dlrover.agent.decisions.decisions import AgentDecisions, AgentTerms
+from dlrover.agent.decisions.decisions import AgentDecisions, AgentTerms, last_words
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.messages.job import (
     Attach,
@@ -274,13 +274,13 @@ def test_a_released_node_did_not_fail() -> None:
 def test_a_farewell_is_said_again_in_a_new_life() -> None:
     node = Node()
     going = departure.preempted("the machine goes")
-    said = node.decisions.last_words(going, None)
+    said = last_words(node.decisions.membership, going, None)
     assert said is not None
-    assert node.decisions.last_words(going, said) is None
+    assert last_words(node.decisions.membership, going, said) is None
     node.decisions.leave(going)
     node.follow()
     assert node.attach(2) == [], "its workers stop already"
-    again = node.decisions.last_words(going, said)
+    again = last_words(node.decisions.membership, going, said)
     assert again is not None
     assert again.incarnation == 2
 
@@ -289,7 +289,7 @@ def test_who_gives_up_the_master_names_it_in_words_that_fit_into_a_sentence() ->
     node = Node(master_addr="10.0.0.1:50001", master_grace=600.0)
     (act,) = node.follow(now=1000.0, outage=746.0)
     assert isinstance(act, Depart)
-    said = node.decisions.last_words(act.departure, None)
+    said = last_words(node.decisions.membership, act.departure, None)
     assert said is not None
     assert said.message == (
         "No master at 10.0.0.1:50001 for 746 s (limit --master-grace 600 s): the workers were stopped. Start the job again where the "
