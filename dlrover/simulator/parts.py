@@ -308,6 +308,7 @@ class SimulationPart(Protocol):
     digest_every: int
     ended_at: int | None
     events: VirtualTime
+    has_timeline: bool
     is_over: bool
     limits: Limits
     platform: NodeSource
@@ -324,8 +325,6 @@ class SimulationPart(Protocol):
     def checks(self) -> CheckRunsPart: ...
     @property
     def data(self) -> TasksPart | DataTrafficPart | None: ...
-    @property
-    def has_timeline(self) -> bool: ...
     @property
     def ledger(self) -> LedgerPart: ...
     @property
@@ -370,6 +369,7 @@ class AgentPart(Protocol):
     life: str
     me: Membership
     node: VirtualNode
+    sim: SimulationPart
 
     @property
     def can_speak(self) -> bool: ...
@@ -385,8 +385,6 @@ class AgentPart(Protocol):
     def outbox(self) -> OutboxPart: ...
     @property
     def rank(self) -> NodeRank: ...
-    @property
-    def sim(self) -> SimulationPart: ...
     @property
     def sleep(self) -> SleepPart: ...
     @property

@@ -61,6 +61,8 @@ class Simulation:
         often = random.Random(f"{plan.seed}/snapshots").choice([50, 300, 2000])
         self.snapshot_every = max(often, plan.shape.num_nodes // 2)  # a snapshot holds each node
         self._on_note = on_note
+        self.has_timeline = on_note is not None
+        """Whether the notes are read."""
         self.ledger = Ledger()
         self.training = Training(
             self.shape, self.events, lambda world: worlds.finish(self, world), lambda world: worlds.began(self, world)
@@ -184,11 +186,6 @@ class Simulation:
         status = self.masters.newest.job.status()
         nodes = ", ".join(f"{node.node_rank}:{node.status}/{node.wish}" for node in status.nodes)
         return f"stage {status.stage}, round {status.round}: {status.verdict} [{nodes}]"
-
-    @property
-    def has_timeline(self) -> bool:
-        """Whether the notes are read."""
-        return self._on_note is not None
 
     def note(self, text: str) -> None:
         """For the timeline."""

@@ -53,6 +53,7 @@ from dlrover.simulator.faults.sleep import Sleep
 from dlrover.simulator.nodes.channel import VirtualChannel
 from dlrover.simulator.nodes.leaving import VirtualLeaving
 from dlrover.simulator.nodes.outbox import VirtualOutbox
+from dlrover.simulator.nodes.ports import VirtualPorts
 from dlrover.simulator.nodes.workers import Workers
 from dlrover.simulator.parts import CheckGroup, SimulationPart, VirtualNode
 from dlrover.simulator.truth import worlds
@@ -65,10 +66,6 @@ THINKING = (0.0, 5.0)
 """Seconds that an extension takes to say what shall follow a failure."""
 STRATEGY_WEIGHTS = (80, 10, 9, 1)
 """In the order of `FailoverStrategy`."""
-SAME_PORT_ODDS = 0.05
-LOST_PORT_ODDS = 0.05
-LOSING = (0.1, 20.0)
-"""Seconds after a join until the offered port turns out to be taken."""
 
 
 class VirtualAgent:
@@ -90,6 +87,7 @@ class VirtualAgent:
         self.outbox = VirtualOutbox(self)
         self.workers = Workers(self)
         self.leaving = VirtualLeaving(self)
+        self._ports = VirtualPorts(self)
         identity = Attach(
             launch=f"launch-{node.number}",
             host=f"host-{node.number}",
@@ -193,7 +191,7 @@ class VirtualAgent:
                 case OfferPort(join=join):
                     self.do(self.decisions.joining.offer(join))
                 case BindPort(join=join):
-                    self.do(self.decisions.joining.offered(join, self._bind()))
+                    self.do(self.decisions.joining.offered(join, self._ports.bind()))
                 case TellMaster(command=command):
                     self._tell(command)
                 case Reattach():
@@ -239,22 +237,8 @@ class VirtualAgent:
         if isinstance(command, JoinRendezvous):
             worlds.node_joins(self)
         self.outbox.tell(command)
-        if isinstance(command, JoinRendezvous) and self.sim.chance.nodes.random() < LOST_PORT_ODDS:
-            self.sim.events.after(span(self.sim.chance.nodes, *LOSING), self._join_again, command)
-
-    def _bind(self) -> str:
-        """Ports are new, but now and then the kernel gives the last one again. Without its journal no master could tell."""
-        is_same = self.sim.chance.nodes.random() < SAME_PORT_ODDS and not self.sim.ledger.has_lost_journal
-        if not is_same or not self.node.num_ports:
-            self.node.num_ports += 1
-        return f"host-{self.node.number}:{self.node.num_ports}"
-
-    def _join_again(self, join: JoinRendezvous) -> None:
-        """As an agent of another version may do whose port was taken: the master has to bear it."""
-        is_same_life = self.is_alive and (self.id, self.incarnation) == (join.node, join.incarnation)
-        if is_same_life and self.decisions.joining.is_offered(join.offer) and not self.me.is_leaving:
-            self.node.num_ports += 1
-            self.outbox.tell(replace(join, offer=f"host-{self.node.number}:{self.node.num_ports}"))
+        if isinstance(command, JoinRendezvous):
+            self._ports.joined(command)
 
     # Its end.
 

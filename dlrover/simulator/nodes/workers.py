@@ -17,7 +17,7 @@ from dlrover.protocol.messages.job import (
     WorkerFailure,
     WorldSpec,
 )
-from dlrover.simulator.parts import AgentPart, VirtualGroup
+from dlrover.simulator.parts import AgentPart, SimulationPart, VirtualGroup
 from dlrover.simulator.truth import worlds
 from dlrover.simulator.virtual_time import SECOND, span
 
@@ -65,15 +65,8 @@ class Workers:
 
     def want_none(self, cause: StopCause, *, is_patient: bool = False) -> None:
         self._target, self._cause = None, cause
-        self._is_patient = is_patient and self._may_be_mistaken()
+        self._is_patient = is_patient and _may_be_mistaken(self._sim, self.group)
         self._approach()
-
-    def _may_be_mistaken(self) -> bool:
-        """Whether the script may have a mistake, as `WorkerGroup` sees it."""
-        group = self.group
-        if group is None or group.world.round != 1 or self._sim.shape.restarts.max_restarts is not None:
-            return False
-        return self._sim.training.step(group.world.coordinator) is None
 
     def _approach(self) -> None:
         group = self.group
@@ -126,7 +119,7 @@ class Workers:
         is_late = group.is_up and group.finishes_at is None and self._cause is StopCause.FAILURE
         if is_late and not is_leaving and self._sim.chance.nodes.random() < LATE_FAILURE_ODDS:
             self._sim.ledger.charge(self._agent)
-            self._report(group, FailureKind.EXCEPTION, "late")
+            _report(self._agent, group, FailureKind.EXCEPTION, "late")
         if is_leaving:
             self._agent.leaving.go_when_stopped()
         self._approach()
@@ -154,8 +147,8 @@ class Workers:
         if not self._agent.is_alive or group is None or not group.is_up or group.is_stopping:
             return False
         self._target, self._cause = None, StopCause.FAILURE
-        self._is_patient = self._may_be_mistaken()
-        self._report(group, kind, traceback)
+        self._is_patient = _may_be_mistaken(self._sim, self.group)
+        _report(self._agent, group, kind, traceback)
         if kind in DEATHS:
             self._sim.breaths.failed(group, is_local=kind is not FailureKind.PEER_LOST)
         self._begin_stop(group, kind)
@@ -179,30 +172,6 @@ class Workers:
         if group is not None and group.is_up:
             worlds.workers_ended(self._sim, self._agent, group, None)
 
-    def _report(self, group: VirtualGroup, kind: FailureKind, traceback: str) -> None:
-        agent, now = self._agent, self._sim.events.now
-        failure = WorkerFailure(
-            global_rank=group.world.first_global_rank,
-            local_rank=0,
-            pid=agent.node.number * 100 + agent.node.num_agents,
-            kind=kind,
-            exited_at=Micros(max(0, now + agent.clock_offset)),
-            exit_code=1 if kind not in _SIGNALS else None,
-            signal=_SIGNALS.get(kind),
-            message=kind.value,
-            traceback=traceback,
-        )
-        report = ReportFailure(
-            node=agent.id,
-            incarnation=agent.incarnation,
-            round=group.world.round,
-            failures=(failure,),
-            step=self._sim.training.step(group.world.coordinator),
-            lived=(now - group.started_at) / SECOND,
-            has_whole_state=self._sim.shape.has_replicas,
-        )
-        agent.do(agent.decisions.failed(report))
-
     # What is known of them.
 
     def runs(self, coordinator: str) -> bool:
@@ -218,3 +187,35 @@ class Workers:
     def told_step(self) -> int | None:
         """What the newest heartbeat said."""
         return None if self.group is None else self._sim.training.step(self.group.world.coordinator)
+
+
+def _may_be_mistaken(sim: SimulationPart, group: VirtualGroup | None) -> bool:
+    """Whether the script may have a mistake, as `WorkerGroup` sees it."""
+    if group is None or group.world.round != 1 or sim.shape.restarts.max_restarts is not None:
+        return False
+    return sim.training.step(group.world.coordinator) is None
+
+
+def _report(agent: AgentPart, group: VirtualGroup, kind: FailureKind, traceback: str) -> None:
+    sim, now = agent.sim, agent.sim.events.now
+    failure = WorkerFailure(
+        global_rank=group.world.first_global_rank,
+        local_rank=0,
+        pid=agent.node.number * 100 + agent.node.num_agents,
+        kind=kind,
+        exited_at=Micros(max(0, now + agent.clock_offset)),
+        exit_code=1 if kind not in _SIGNALS else None,
+        signal=_SIGNALS.get(kind),
+        message=kind.value,
+        traceback=traceback,
+    )
+    report = ReportFailure(
+        node=agent.id,
+        incarnation=agent.incarnation,
+        round=group.world.round,
+        failures=(failure,),
+        step=sim.training.step(group.world.coordinator),
+        lived=(now - group.started_at) / SECOND,
+        has_whole_state=sim.shape.has_replicas,
+    )
+    agent.do(agent.decisions.failed(report))
