@@ -183,7 +183,7 @@ class ClusterApi:
         try:
             found = decode(ObjectList, answer)
         except UNREADABLE as error:
-            raise self._no_object(f"GET {path}", answer, error) from error
+            raise _no_object(self._access, f"GET {path}", answer, error) from error
         return Page(found.items or (), found.metadata.resource_version, found.metadata.next_page)
 
     async def list_all(
@@ -354,7 +354,7 @@ class ClusterApi:
             async for chunk in response.content.iter_any():
                 yield chunk
         except (aiohttp.ClientError, OSError) as error:
-            raise self._unreachable(f"GET {path}", error) from error
+            raise _unreachable(self._access, f"GET {path}", error) from error
         finally:
             response.close()
 
@@ -374,7 +374,7 @@ class ClusterApi:
         try:
             head = decode(_AnswerHead, answer)
         except UNREADABLE as error:
-            raise self._no_object(f"{method} {path}", answer, error) from error
+            raise _no_object(self._access, f"{method} {path}", answer, error) from error
         return FoundObject(answer, head.metadata.resource_version)
 
     async def _ask(
@@ -426,7 +426,7 @@ class ClusterApi:
                         allow_redirects=False,
                     )
             except (aiohttp.ClientError, OSError) as error:
-                raise self._unreachable(f"{method} {path}", error) from error
+                raise _unreachable(self._access, f"{method} {path}", error) from error
             if response.status != 401:
                 return response
             response.close()
@@ -456,32 +456,7 @@ class ClusterApi:
                 return await response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             response.close()
-            raise self._unreachable(asked, error) from error
-
-    def _unreachable(self, asked: str, error: Exception) -> Unavailable:
-        server = self._access.server
-        if isinstance(error, TimeoutError):  # also of the connector: an OSError
-            return Unavailable(f"{server} did not answer in time ({asked}).", code=ErrorCode.TIMEOUT)
-        if isinstance(error, aiohttp.ClientConnectorCertificateError | ssl.SSLCertVerificationError):
-            cause = error.certificate_error if isinstance(error, aiohttp.ClientConnectorCertificateError) else error
-            why = getattr(cause, "verify_message", "") or str(cause)
-            return Unavailable(
-                f"The certificate of {server} cannot be verified: {why}. Check the certificate authority that dlrover "
-                "read "
-                f"{self._access.origin}.",
-                code=ErrorCode.BAD_CERTIFICATE,
-            )
-        return Unavailable(
-            f"{server} cannot be reached ({asked}): {type(error).__name__}: {error}", code=ErrorCode.UNREACHABLE
-        )
-
-    def _no_object(self, asked: str, body: bytes, error: Exception) -> Unavailable:
-        start = " ".join(body[:200].decode("utf-8", "replace").split())[:80]
-        return Unavailable(
-            f"{self._access.server} answered {asked} with something else than the object ({error}): {start!r}. "
-            f"Is it the address of an API server?",
-            code=ErrorCode.NO_JSON,
-        )
+            raise _unreachable(self._access, asked, error) from error
 
 
 class _AnswerVersion(Struct, rename="camel"):
@@ -510,6 +485,33 @@ def _event_of(line: bytes, asked: str) -> WatchEvent | ApiRefusal:
     except (*UNREADABLE, ValueError) as error:
         return Gone(f"The {asked} sent a line that is no event ({error}): {line[:80]!r}")
     return refusal_of(code, read.object, asked=asked)
+
+
+def _unreachable(access: ClusterAccess, asked: str, error: Exception) -> Unavailable:
+    server = access.server
+    if isinstance(error, TimeoutError):  # also of the connector: an OSError
+        return Unavailable(f"{server} did not answer in time ({asked}).", code=ErrorCode.TIMEOUT)
+    if isinstance(error, aiohttp.ClientConnectorCertificateError | ssl.SSLCertVerificationError):
+        cause = error.certificate_error if isinstance(error, aiohttp.ClientConnectorCertificateError) else error
+        why = getattr(cause, "verify_message", "") or str(cause)
+        return Unavailable(
+            f"The certificate of {server} cannot be verified: {why}. Check the certificate authority that dlrover "
+            "read "
+            f"{access.origin}.",
+            code=ErrorCode.BAD_CERTIFICATE,
+        )
+    return Unavailable(
+        f"{server} cannot be reached ({asked}): {type(error).__name__}: {error}", code=ErrorCode.UNREACHABLE
+    )
+
+
+def _no_object(access: ClusterAccess, asked: str, body: bytes, error: Exception) -> Unavailable:
+    start = " ".join(body[:200].decode("utf-8", "replace").split())[:80]
+    return Unavailable(
+        f"{access.server} answered {asked} with something else than the object ({error}): {start!r}. "
+        f"Is it the address of an API server?",
+        code=ErrorCode.NO_JSON,
+    )
 
 
 class _ErrorCode(Struct):
