@@ -61,6 +61,37 @@ _HEADERS = {
 Handler = Callable[[Request], Awaitable[Response | EventStream]]
 
 
+class _Callers:
+    """Who asks: what a request shows, and whether it comes from our own page."""
+
+    def __init__(self, access: Access, hosts: Hosts) -> None:
+        self._access = access
+        self._hosts = hosts
+
+    def wrong_host(self, request: Request) -> Response | None:
+        """Programs that show the token may use any name: a site of a stranger cannot show it."""
+        host = request.headers.get("host", "")
+        if self._hosts.is_known(host) or self._access.scope_of_token(bearer_of(request.headers)) is not None:
+            return None
+        message = (
+            "This page is not served under the name in your request. Open it by its IP address or as localhost, or "
+            "start the job with --dashboard-url and the URL that you use."
+        )
+        return _json(421, {"error": message})
+
+    def scope(self, request: Request) -> Scope | None:
+        bearer = bearer_of(request.headers)
+        if bearer:
+            return self._access.scope_of_token(bearer)
+        return self._access.scope_of_cookie(request.cookies.get(self._access.cookie_name, ""))
+
+    def is_ours(self, request: Request) -> bool:
+        origin = request.headers.get("origin", "")
+        return origin in self._hosts.origins or is_own_origin(
+            origin, request.headers.get("host", ""), request.url.scheme
+        )
+
+
 class Web:
     """Everything behind the page's port."""
 
@@ -82,12 +113,13 @@ class Web:
         self._metrics = metrics
         self._metrics_type = metrics_type
         self._hosts = Hosts() if hosts is None else hosts
+        self._callers = _Callers(access, self._hosts)
         self._files = _load_files()
         self._questions = JsonQuestions(ask, access=access, headers=_HEADERS)
 
     def is_known(self, scope: AsgiScope) -> bool:
         """Whether a request shows the token or what was given for it."""
-        return scope["type"] == "http" and self._scope(Request(scope)) is not None
+        return scope["type"] == "http" and self._callers.scope(Request(scope)) is not None
 
     def app(self) -> ASGIApp:
         reads: list[tuple[str, Handler]] = [
@@ -113,21 +145,10 @@ class Web:
         inner = Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _broken})
 
         async def app(scope: AsgiScope, receive: Receive, send: Send) -> None:
-            refusal = self._wrong_host(Request(scope)) if scope["type"] == "http" else None
+            refusal = self._callers.wrong_host(Request(scope)) if scope["type"] == "http" else None
             await (inner if refusal is None else refusal)(scope, receive, send)
 
         return app
-
-    def _wrong_host(self, request: Request) -> Response | None:
-        """Programs that show the token may use any name: a site of a stranger cannot show it."""
-        host = request.headers.get("host", "")
-        if self._hosts.is_known(host) or self._access.scope_of_token(bearer_of(request.headers)) is not None:
-            return None
-        message = (
-            "This page is not served under the name in your request. Open it by its IP address or as localhost, or "
-            "start the job with --dashboard-url and the URL that you use."
-        )
-        return _json(421, {"error": message})
 
     # The page.
 
@@ -138,20 +159,20 @@ class Web:
             if scope is None:
                 return self._form("This link is not valid, or was used before. Ask for another: dlrover dashboard.")
             return self._welcome(request, scope)
-        scope = self._scope(request)
+        scope = self._callers.scope(request)
         if scope is None:
             return self._form("")
         return _answer(200, self._files["index.html"], "text/html")
 
     async def _login(self, request: Request) -> Response:
-        if not self._is_ours(request):
+        if not self._callers.is_ours(request):
             raise HTTPException(403, "This form was sent from another site.")
         form = parse_qs((await _body(request)).decode("utf-8", "replace"))
         scope = self._access.scope_of_link((form.get("token") or [""])[0].strip())
         return self._form("This is not the token of the job.") if scope is None else self._welcome(request, scope)
 
     async def _logout(self, request: Request) -> Response:
-        if not self._is_ours(request):
+        if not self._callers.is_ours(request):
             raise HTTPException(403, "This request was sent from another site.")
         response = _answer(200, b"{}", "application/json")
         response.delete_cookie(self._access.cookie_name, path="/", httponly=True, samesite="strict")
@@ -186,7 +207,7 @@ class Web:
         return _answer(200, self._files[name], _TYPES[PurePosixPath(name).suffix], {"Cache-Control": "no-cache"})
 
     async def _me(self, request: Request) -> Response:
-        return _json(200, {"scope": self._scope(request)})
+        return _json(200, {"scope": self._callers.scope(request)})
 
     # What it shows.
 
@@ -228,10 +249,10 @@ class Web:
     # What it does.
 
     async def _act(self, request: Request) -> Response:
-        scope = self._scope(request)
+        scope = self._callers.scope(request)
         if scope is None:
             raise HTTPException(401, "Give the job's token.")
-        if not bearer_of(request.headers) and not self._is_ours(request):
+        if not bearer_of(request.headers) and not self._callers.is_ours(request):
             raise HTTPException(403, "This request was sent from another site.")
         if scope is not Scope.ACT:
             raise HTTPException(403, "You may look, and not act: that needs the job's token.")
@@ -251,12 +272,10 @@ class Web:
         log.info("action=%s command=%s peer=%s", name, type(command).__name__, request.client and request.client.host)
         return _json(200, {"message": action.done})
 
-    # Who asks.
-
     def _guarded(self, handler: Handler) -> ASGIApp:
         async def serve(scope: AsgiScope, receive: Receive, send: Send) -> None:
             request = Request(scope, receive, send)
-            if self._scope(request) is None:
+            if self._callers.scope(request) is None:
                 raise HTTPException(401, "Give the job's token, or a link that dlrover dashboard prints.")
             response = await handler(request)
             if isinstance(response, Response):
@@ -264,18 +283,6 @@ class Web:
             await response(scope, receive, send)
 
         return _Endpoint(serve)
-
-    def _scope(self, request: Request) -> Scope | None:
-        bearer = bearer_of(request.headers)
-        if bearer:
-            return self._access.scope_of_token(bearer)
-        return self._access.scope_of_cookie(request.cookies.get(self._access.cookie_name, ""))
-
-    def _is_ours(self, request: Request) -> bool:
-        origin = request.headers.get("origin", "")
-        return origin in self._hosts.origins or is_own_origin(
-            origin, request.headers.get("host", ""), request.url.scheme
-        )
 
 
 class _Endpoint:
