@@ -50,6 +50,24 @@ _SHAPE = (layout.MICRO_BATCH, layout.ACCUMULATION, layout.TOTAL_BATCH, layout.LO
 _now = time.monotonic_ns
 
 
+class _Texts:
+    """The texts in a page: each has its place and is cut to it."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._encoded: dict[tuple[int, str], bytes] = {}
+
+    def write(self, place: tuple[int, int], text: str) -> None:
+        start, room = place
+        key = (start, text)
+        raw = self._encoded.get(key)
+        if raw is None:
+            raw = text.encode("utf-8", "replace")[: room - 1].ljust(room, b"\0")
+            if len(self._encoded) < 1024:  # names repeat; cursors do not
+                self._encoded[key] = raw
+        self._memory[start : start + room] = raw
+
+
 class PhaseWriter:
     """The writer's end of a page. `current()` finds it."""
 
@@ -63,7 +81,7 @@ class PhaseWriter:
         if self.words[layout.MAGIC_AT] != layout.MAGIC:
             raise ValueError(f"{path} is no progress page of this version")
         self._doubles = memoryview(self._memory).cast("d")
-        self._texts: dict[tuple[int, str], bytes] = {}
+        self._texts = _Texts(self._memory)
         self.main_thread = threading.get_ident()
         self.phase = START
         self._since = _now()
@@ -123,18 +141,15 @@ class PhaseWriter:
             if source == layout.REPORTED:
                 words[layout.NUM_STEPS] = 1  # the hooks may have counted it, too
         elif step < words[layout.STEP] and source != layout.INFERRED:
-            self._note_fall(step)
+            # The script went back. To where it began or before: it counts anew, an epoch is over. Else it takes back its last steps.
+            if step <= self._lowest_step:
+                self.count_anew(is_epoch_over=True)
+            self._lowest_step = min(step, self._lowest_step)
             words[layout.NUM_STEPS] += source == layout.REPORTED
         elif source != layout.TOLD and words[layout.STEP] != step:
             words[layout.NUM_STEPS] += 1
         words[layout.STEP_SOURCE] = source
         self._write_step(step)
-
-    def _note_fall(self, step: int) -> None:
-        """The script went back. To where it began or before: it counts anew, an epoch is over. Else it takes back its last steps."""
-        if step <= self._lowest_step:
-            self.count_anew(is_epoch_over=True)
-        self._lowest_step = min(step, self._lowest_step)
 
     def count_anew(self, *, is_epoch_over: bool) -> None:
         """The script's steps begin again: they say nothing about other lives."""
@@ -206,9 +221,9 @@ class PhaseWriter:
     def begin_collective(self, sequence: int, operation: str, group: str, shape: str) -> None:
         words = self.words
         words[_SEQUENCE] += 1
-        self._set_text(layout.OPERATION, operation)
-        self._set_text(layout.GROUP, group)
-        self._set_text(layout.SHAPE, shape)
+        self._texts.write(layout.OPERATION, operation)
+        self._texts.write(layout.GROUP, group)
+        self._texts.write(layout.SHAPE, shape)
         words[layout.COLLECTIVE] = sequence
         words[layout.IS_INSIDE] = 1
         words[_SEQUENCE] += 1
@@ -224,31 +239,21 @@ class PhaseWriter:
         for name, value in metrics.items():
             if number == MAX_METRICS:
                 break
-            self._set_text((start + number * room, room), name)
+            self._texts.write((start + number * room, room), name)
             doubles[layout.METRIC_VALUES // 8 + number] = value
             number += 1
         words[layout.NUM_METRICS] = number
         words[_SEQUENCE] += 1
 
     def set_cursor(self, text: str) -> None:
-        self._set_text(layout.CURSOR, text)
+        self._texts.write(layout.CURSOR, text)
 
     def set_digest(self, digest: str, step: int) -> None:
         words = self.words
         words[_SEQUENCE] += 1
-        self._set_text(layout.DIGEST, digest)
+        self._texts.write(layout.DIGEST, digest)
         words[layout.DIGEST_STEP] = step
         words[_SEQUENCE] += 1
-
-    def _set_text(self, place: tuple[int, int], text: str) -> None:
-        start, room = place
-        key = (start, text)
-        raw = self._texts.get(key)
-        if raw is None:
-            raw = text.encode("utf-8", "replace")[: room - 1].ljust(room, b"\0")
-            if len(self._texts) < 1024:  # names repeat; cursors do not
-                self._texts[key] = raw
-        self._memory[start : start + room] = raw
 
 
 _writer: PhaseWriter | None = None
