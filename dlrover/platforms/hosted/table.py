@@ -15,24 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from dlrover.platforms.base import (
-    Intent,
-    LaunchNotTaken,
-    RoomChanged,
-    check_intent,
-)
-from dlrover.platforms.hosted.messages import (
-    RoomFound,
-)
+from dlrover.platforms.base import Intent, LaunchNotTaken, RoomChanged, check_intent
+from dlrover.platforms.hosted.messages import RoomFound
 from dlrover.platforms.hosted.nodes import HostedJob, HostedNode, OnChange
 from dlrover.platforms.hosted.serving import HostSocket
 from dlrover.platforms.hosted.starter import FoundNode, HostLedger, NodeStarter
 from dlrover.protocol.errors import Rejected
-from dlrover.protocol.messages.fleet import (
-    LaunchNode,
-    PlatformNode,
-    Resource,
-)
+from dlrover.protocol.messages.fleet import LaunchNode, PlatformNode, Resource
 
 END_TIMEOUT = 10.0
 """Seconds for what is left of killed nodes to vanish; longer only if the kernel does not let a process go."""
