@@ -127,7 +127,7 @@ async def _serve(config: AgentConfig, spawner: Spawner, cgroups: Cgroups | None)
         )
     )
     patterns = UserPatterns(config.watch.log_patterns)
-    watch.read_tail = output.tail_of
+    watch.looks.read_tail = output.tail_of
     socket.tell_of_snapshots(saver)
     saver.commits.tell_trainers = socket.tell_trainers
 
