@@ -172,12 +172,12 @@ class WorkerGroup:
             ranks = range(world.first_global_rank, world.first_global_rank + world.local_world_size)
             self._socket.open_round(world.round)
             if self._watch is not None:
-                self._open_seats(self._watch)
+                _open_seats(self._watch, self.world)
             files = self._output.open_attempt(world.restart_count, ranks)
             self._workers = [_Worker(local, rank, files[local]) for local, rank in enumerate(ranks)]
             self._num_oom_kills = count_oom_kills()
             self._started_at = time.monotonic()
-            self._log_thread_rule()
+            _log_thread_rule(self.world, self._environ)
             await self._tree.room(len(self._workers))
             await asyncio.gather(*(self._fork(worker) for worker in self._workers))
             if offer is not None:
@@ -193,21 +193,12 @@ class WorkerGroup:
                 if worker.leash is not None:
                     worker.leash.close()  # superseded before it could run: it ends without having done anything
 
-    def _open_seats(self, watch: WorkerWatch) -> None:
-        try:
-            watch.open_round(self.world)
-        except OSError as error:
-            raise ConfigError(
-                f"This node cannot have {self.world.local_world_size} workers: {error.strerror}. Raise the hard limit of open "
-                "files (ulimit -Hn), or start fewer of them."
-            ) from error
-
     async def wait(self) -> Finished | Failed:
         """Until all have ended well or one has not. The rest is left running: the caller stops it."""
         pending = {worker.exit for worker in self._workers if worker.exit is not None and not worker.failure}
-        while pending and not self._has_failed():
+        while pending and not _has_failed(self._workers):
             _done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if not self._has_failed():
+        if not _has_failed(self._workers):
             return Finished(self.step)
         lived = self.lived
         if pending:
@@ -243,13 +234,13 @@ class WorkerGroup:
         self._signalled_at = self._signalled_at or time.time()
         self._tree.note_sizes()
         if cause is StopCause.FAILURE:
-            await self._save_last_step()
+            await _save_last_step(self._workers, self._watch)
         await self._tree.stop(
             self.pids,
             cause=cause,
             shutdown_timeout=self._config.shutdown_timeout,
             number=with_signal,
-            on_stuck=None if self._watch is None else self._watch.note_stuck,
+            on_stuck=None if self._watch is None else self._watch.looks.note_stuck,
         )
         if self._watch is not None:
             self._stepless = frozenset(each.local_rank for each in self._workers if self._is_before_step(each))
@@ -259,26 +250,6 @@ class WorkerGroup:
         failures = self._tell(late)
         await self._output.close_attempt()
         return failures
-
-    async def _save_last_step(self) -> None:
-        """If all that still run have a guard, and none that failed here has met an error of the script."""
-        told = [worker.failure for worker in self._workers if worker.failure is not None]
-        if self._watch is None or not all(failure.kind in DEATHS for failure in told):
-            return
-        live = [worker for worker in self._workers if worker.exit is not None and not worker.exit.done()]
-        survivors = []
-        try:
-            for worker in live:
-                page = self._watch.death_page(worker.local_rank)
-                assert page is not None, "a started worker has a seat"
-                assert worker.exit is not None, "it runs"
-                survivors.append(Survivor(worker.local_rank, worker.pid, worker.exit, BreathPage(*page)))
-            await take_last_breath(survivors)
-        except OSError as error:
-            _log.info("no last step: %s", error.strerror)
-        finally:
-            for survivor in survivors:
-                survivor.page.close()
 
     async def gone(self) -> None:
         """Until the kernel has freed all that the stopped workers had."""
@@ -308,7 +279,8 @@ class WorkerGroup:
         if not _has_ended_badly(worker):
             return False
         assert worker.exit is not None, "ended without having been started"
-        return self._signalled_at is None or worker.exit.result().at < self._signalled_at or self._wrote_error(worker)
+        at = self._signalled_at
+        return at is None or worker.exit.result().at < at or _wrote_error(worker, before=at)
 
     def _is_before_step(self, worker: _Worker) -> bool:
         if worker.local_rank in self._stepless:
@@ -317,23 +289,6 @@ class WorkerGroup:
             return False
         is_young = self.lived < self._config.terms.restarts.lived_long
         return self._watch.is_before_step(worker.local_rank, is_young=is_young)
-
-    def _wrote_error(self, worker: _Worker) -> bool:
-        try:
-            return self._signalled_at is None or os.stat(worker.files.error_file).st_mtime < self._signalled_at
-        except OSError:
-            return False
-
-    def _has_failed(self) -> bool:
-        return any(worker.failure or _has_ended_badly(worker) for worker in self._workers)
-
-    def _log_thread_rule(self) -> None:
-        if self.world.restart_count == 0 and self.world.local_world_size > 1 and "OMP_NUM_THREADS" not in self._environ:
-            _log.warning(
-                "OMP_NUM_THREADS is not set: each of the %d workers of this node gets 1, so that they do not compete "
-                "for processors. Set it to another number for more threads.",
-                self.world.local_world_size,
-            )
 
     async def _fork(self, worker: _Worker) -> None:
         entry = self._config.entry
@@ -368,7 +323,7 @@ class WorkerGroup:
             files.close_descriptors()
         try:
             page = None if self._watch is None else self._watch.death_page(worker.local_rank)
-            worker.exit = self._tree.watch(leash.pid, page, self._ports_of_round())
+            worker.exit = self._tree.watch(leash.pid, page, _ports_of_round(self._config, self.world))
         except ProcessLookupError:
             leash.close()
             self._note_start_failure(worker, f"the worker (pid {leash.pid}) was killed before it began")
@@ -376,13 +331,6 @@ class WorkerGroup:
         worker.pid, worker.leash = leash.pid, leash
         if self._watch is not None:
             self._watch.started(worker.local_rank, worker.pid)
-
-    def _ports_of_round(self) -> tuple[int, ...]:
-        """The coordinator's, unless the next round has to use it as well: the user has chosen it, or has few to offer."""
-        if self._config.coordinator_port or self._config.host_ports:
-            return ()
-        port = split_address(self.world.coordinator)[1]
-        return (int(port),) if port.isdecimal() else ()
 
     async def _release(self, worker: _Worker) -> None:
         if worker.leash is None:
@@ -426,6 +374,65 @@ class WorkerGroup:
                 )
             )
         return worker.failure
+
+
+def _open_seats(watch: WorkerWatch, world: WorldSpec) -> None:
+    try:
+        watch.open_round(world)
+    except OSError as error:
+        raise ConfigError(
+            f"This node cannot have {world.local_world_size} workers: {error.strerror}. Raise the hard limit of open "
+            "files (ulimit -Hn), or start fewer of them."
+        ) from error
+
+
+def _log_thread_rule(world: WorldSpec, environ: Mapping[str, str]) -> None:
+    if world.restart_count == 0 and world.local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
+        _log.warning(
+            "OMP_NUM_THREADS is not set: each of the %d workers of this node gets 1, so that they do not compete "
+            "for processors. Set it to another number for more threads.",
+            world.local_world_size,
+        )
+
+
+def _ports_of_round(config: AgentConfig, world: WorldSpec) -> tuple[int, ...]:
+    """The coordinator's, unless the next round has to use it as well: the user has chosen it, or has few to offer."""
+    if config.coordinator_port or config.host_ports:
+        return ()
+    port = split_address(world.coordinator)[1]
+    return (int(port),) if port.isdecimal() else ()
+
+
+async def _save_last_step(workers: Sequence[_Worker], watch: WorkerWatch | None) -> None:
+    """If all that still run have a guard, and none that failed here has met an error of the script."""
+    told = [worker.failure for worker in workers if worker.failure is not None]
+    if watch is None or not all(failure.kind in DEATHS for failure in told):
+        return
+    live = [worker for worker in workers if worker.exit is not None and not worker.exit.done()]
+    survivors = []
+    try:
+        for worker in live:
+            page = watch.death_page(worker.local_rank)
+            assert page is not None, "a started worker has a seat"
+            assert worker.exit is not None, "it runs"
+            survivors.append(Survivor(worker.local_rank, worker.pid, worker.exit, BreathPage(*page)))
+        await take_last_breath(survivors)
+    except OSError as error:
+        _log.info("no last step: %s", error.strerror)
+    finally:
+        for survivor in survivors:
+            survivor.page.close()
+
+
+def _has_failed(workers: Sequence[_Worker]) -> bool:
+    return any(worker.failure or _has_ended_badly(worker) for worker in workers)
+
+
+def _wrote_error(worker: _Worker, *, before: float) -> bool:
+    try:
+        return os.stat(worker.files.error_file).st_mtime < before
+    except OSError:
+        return False
 
 
 def _has_ended_badly(worker: _Worker) -> bool:
