@@ -99,6 +99,40 @@ class _Episode(Struct):
 WatchEffect = AskNode | Act | Tell | Publish
 
 
+class _Findings:
+    """What was found in this round, and the verdicts of all rounds that are shown."""
+
+    def __init__(self) -> None:
+        self.shown: dict[tuple[Round, Micros, _Subject], PastVerdict] = {}
+        """Oldest first."""
+        self._episodes: dict[_Subject, _Episode] = {}
+        """Of this round; who was found last stands last."""
+
+    def begin_round(self) -> None:
+        self._episodes = {}
+
+    def find(self, subject: _Subject) -> _Episode | None:
+        return self._episodes.get(subject)
+
+    def note(self, subject: _Subject, now: Micros) -> _Episode:
+        """Found, for the first time or again in this round and not long ago."""
+        episode = self._episodes.pop(subject, None)
+        if episode is None or episode.last_at < now - micros(EPISODE):
+            episode = _Episode(now, now)
+        else:
+            episode.count += 1
+            episode.last_at = now
+        self._episodes[subject] = episode
+        if len(self._episodes) > MAX_EPISODES:
+            del self._episodes[next(iter(self._episodes))]
+        return episode
+
+    def show(self, past: PastVerdict) -> None:
+        self.shown[_key(past)] = past
+        if len(self.shown) > MAX_VERDICTS:
+            del self.shown[next(iter(self.shown))]
+
+
 class Watch:
     def __init__(self, *, job_name: str = "", diagnosticians: Sequence[Diagnostician] | None = None) -> None:
         self.picture = Picture()
@@ -108,10 +142,7 @@ class Watch:
         self.restart_cost: float | None = None
         """Seconds from an action to the first step after it, as measured here; None: never yet."""
         self._diagnosticians = built_in() if diagnosticians is None else tuple(diagnosticians)
-        self._verdicts: dict[tuple[Round, Micros, _Subject], PastVerdict] = {}
-        """Oldest first."""
-        self._episodes: dict[_Subject, _Episode] = {}
-        """Of this round; who was found last stands last."""
+        self._findings = _Findings()
         self._look: Look | None = None
         self._num_orders = 0
         self._num_looks = 0
@@ -135,7 +166,7 @@ class Watch:
             self._end_episode()
             self._held_until = {}
         if scene.round != self.picture.scene.round:
-            self._episodes = {}
+            self._findings.begin_round()
         self.terms = terms
         self.picture.enter(scene)
 
@@ -184,10 +215,10 @@ class Watch:
         self._acted_round = self._acted_at = None
         subject = _subject_of(command.verdict)
         self._held_until[subject] = Micros(now + micros(EPISODE if is_heard else AGAIN_SOON))
-        episode = self._episodes.get(subject)
+        episode = self._findings.find(subject)
         if episode is not None:
             episode.has_acted = False
-            self._show(_past_of(episode, command.round, command.verdict))
+            self._findings.show(_past_of(episode, command.round, command.verdict))
         self._is_news = True  # somebody else may have waited for its turn
 
     def lost(self, nodes: Sequence[NodeId]) -> None:
@@ -220,12 +251,12 @@ class Watch:
         return min(times, default=None)
 
     def diagnosis(self, last: int) -> Diagnosis:
-        verdicts = tuple(self._verdicts.values())[-last:] if last > 0 else ()
+        verdicts = tuple(self._findings.shown.values())[-last:] if last > 0 else ()
         return Diagnosis(verdicts=verdicts, autopsy=self.autopsy)
 
     @property
     def newest(self) -> PastVerdict | None:
-        return next(reversed(self._verdicts.values()), None)
+        return next(reversed(self._findings.shown.values()), None)
 
     # Hangs.
 
@@ -250,14 +281,9 @@ class Watch:
     def _begin_look(self, now: Micros) -> None:
         self._num_orders += 1
         self._num_looks += 1
-        left = self.terms.pause - self._stalled_for(now) + MARGIN
+        left = self.terms.pause - _stalled_for(self.picture, now) + MARGIN
         self._look = Look(self._num_orders, self.picture.scene, again_after=max(AGAIN_AFTER, left), now=now)
         self._effects += [AskNode(node, order) for node, order in self._look.orders()]
-
-    def _stalled_for(self, now: Micros) -> float:
-        """Seconds for which all stalled ranks have been where they are."""
-        entered = max((record.entered_at for record in self.picture.stalled), default=now)
-        return max(0.0, (now - entered) / MICROS_PER_SECOND)
 
     def _judge(self, finding: HangFinding, sights: Sequence[Sight], now: Micros) -> None:
         self._look = None
@@ -266,8 +292,14 @@ class Watch:
             return  # it went on meanwhile
         if finding.is_premature:
             return
-        stalled_for = _standing(sights) if finding.is_proof else self._stalled_for(now)
-        verdict = self._choose(finding, stalled_for)
+        stalled_for = _standing(sights) if finding.is_proof else _stalled_for(self.picture, now)
+        verdict = _choose(
+            finding,
+            self.terms,
+            stalled_for=stalled_for,
+            has_stepped=self._has_stepped,
+            restart_cost=self.restart_cost,
+        )
         if verdict.action in (ActionKind.NONE, ActionKind.NOTIFY):
             self._look_when_it_counts(finding, stalled_for, now)
         page = write_page(
@@ -279,55 +311,9 @@ class Watch:
         self._effects.append(Publish(self.autopsy))
         self._conclude(verdict, now, stalled_for=stalled_for)
 
-    def _choose(self, finding: HangFinding, stalled_for: float) -> Verdict:
-        """The cheapest action that is safe."""
-        terms = self.terms
-        needed, why = self._patience(finding)
-        cost = f"about {RESTART_COST if self.restart_cost is None else self.restart_cost:.1f} s"
-        measured = "" if self.restart_cost is None else ", as measured before"
-        if terms.strategy is not HangStrategy.ACT:
-            action = ActionKind.NONE if terms.strategy is HangStrategy.LOG else ActionKind.NOTIFY
-            reasoning = (
-                f"The master does not restart workers, because the job has --hang-detection {int(terms.strategy)}."
-            )
-        elif stalled_for >= needed:
-            action = ActionKind.RESTART_WORKERS
-            reasoning = f"{why}: a restart costs {cost}{measured}, and waiting costs all ranks every second."
-        else:
-            action = ActionKind.NOTIFY
-            then = (
-                f"workers are restarted after {needed:g} s" if needed < float("inf") else "the master only reports it"
-            )
-            reasoning = f"{why}: {then}." if finding.is_proof else f"{why}, so it may go on by itself: {then}."
-        return Verdict(
-            fault=finding.fault,
-            diagnostician=HANG,
-            culprits=finding.culprits,
-            evidence=finding.evidence,
-            confidence=finding.confidence,
-            action=action,
-            reasoning=reasoning,
-        )
-
-    def _patience(self, finding: HangFinding) -> tuple[float, str]:
-        """Seconds of standing still before anything is done, and why."""
-        terms = self.terms
-        longest = max(terms.longest_timeout, terms.hang_timeout)
-        if finding.is_urgent:
-            return 0.0, "It cannot go on by itself"
-        if finding.is_proof and not finding.patience:
-            return terms.pause, "It does not go on by itself"
-        if finding.is_proof:
-            return max(terms.pause, finding.patience), "Data and storage often come back by themselves"
-        if not self._has_stepped:
-            return float("inf"), "There is no proof, and it is unknown what counts as progress in this job"
-        if finding.is_long_phase:
-            return longest, "There is no proof, and what is done there may take long"
-        return terms.hang_timeout, "There is no proof that it hangs"
-
     def _look_when_it_counts(self, finding: HangFinding, stalled_for: float, now: Micros) -> None:
         """The next look shall not miss the moment at which something is to be done."""
-        left = self._patience(finding)[0] - stalled_for
+        left = _patience(finding, self.terms, has_stepped=self._has_stepped)[0] - stalled_for
         if 0 < left < float("inf"):
             at = Micros(now + micros(max(0.0, left - AGAIN_AFTER) + MARGIN))
             self._next_look_at = min(self._next_look_at, at)
@@ -350,20 +336,20 @@ class Watch:
 
     def _conclude(self, verdict: Verdict, now: Micros, *, stalled_for: float | None = None) -> None:
         round_ = self.picture.scene.round
-        verdict = self._as_allowed(verdict)
+        verdict = _as_allowed(verdict, self.terms)
         acts = verdict.action not in (ActionKind.NONE, ActionKind.NOTIFY)
         subject = _subject_of(verdict)
         is_held = now < self._held_until.get(subject, 0)
         if acts and (is_held or not self.picture.scene.is_active or self._acted_round == round_):
             verdict, acts = replace(verdict, action=ActionKind.NOTIFY), False
-        episode = self._note(subject, now)
+        episode = self._findings.note(subject, now)
         episode.has_acted |= acts
         past = _past_of(episode, round_, verdict)
         is_told = acts or _is_power_of_two(episode.count)
         if is_told:
             self._effects.append(Tell(past))
-        if is_told or _key(past) in self._verdicts:
-            self._show(past)
+        if is_told or _key(past) in self._findings.shown:
+            self._findings.show(past)
         if acts:
             self._acted_round, self._acted_at = round_, now
             if stalled_for is not None:
@@ -372,36 +358,69 @@ class Watch:
                 command = FaultFound(round=round_, verdict=verdict)
             self._effects.append(Act(command))
 
-    def _as_allowed(self, verdict: Verdict) -> Verdict:
-        """Whichever part finds a hang, the user says what follows."""
-        strategy = self.terms.strategy
-        if (
-            verdict.diagnostician != HANG
-            or verdict.action is not ActionKind.RESTART_WORKERS
-            or strategy is HangStrategy.ACT
-        ):
-            return verdict
-        action = ActionKind.NONE if strategy is HangStrategy.LOG else ActionKind.NOTIFY
-        reasoning = f"The master does not restart workers, because the job has --hang-detection {int(strategy)}."
-        return replace(verdict, action=action, reasoning=reasoning)
 
-    def _note(self, subject: _Subject, now: Micros) -> _Episode:
-        """Found, for the first time or again in this round and not long ago."""
-        episode = self._episodes.pop(subject, None)
-        if episode is None or episode.last_at < now - micros(EPISODE):
-            episode = _Episode(now, now)
-        else:
-            episode.count += 1
-            episode.last_at = now
-        self._episodes[subject] = episode
-        if len(self._episodes) > MAX_EPISODES:
-            del self._episodes[next(iter(self._episodes))]
-        return episode
+def _stalled_for(picture: Picture, now: Micros) -> float:
+    """Seconds for which all stalled ranks have been where they are."""
+    entered = max((record.entered_at for record in picture.stalled), default=now)
+    return max(0.0, (now - entered) / MICROS_PER_SECOND)
 
-    def _show(self, past: PastVerdict) -> None:
-        self._verdicts[_key(past)] = past
-        if len(self._verdicts) > MAX_VERDICTS:
-            del self._verdicts[next(iter(self._verdicts))]
+
+def _choose(
+    finding: HangFinding, terms: WatchTerms, *, stalled_for: float, has_stepped: bool, restart_cost: float | None
+) -> Verdict:
+    """The cheapest action that is safe."""
+    needed, why = _patience(finding, terms, has_stepped=has_stepped)
+    cost = f"about {RESTART_COST if restart_cost is None else restart_cost:.1f} s"
+    measured = "" if restart_cost is None else ", as measured before"
+    if terms.strategy is not HangStrategy.ACT:
+        action = ActionKind.NONE if terms.strategy is HangStrategy.LOG else ActionKind.NOTIFY
+        reasoning = f"The master does not restart workers, because the job has --hang-detection {int(terms.strategy)}."
+    elif stalled_for >= needed:
+        action = ActionKind.RESTART_WORKERS
+        reasoning = f"{why}: a restart costs {cost}{measured}, and waiting costs all ranks every second."
+    else:
+        action = ActionKind.NOTIFY
+        then = f"workers are restarted after {needed:g} s" if needed < float("inf") else "the master only reports it"
+        reasoning = f"{why}: {then}." if finding.is_proof else f"{why}, so it may go on by itself: {then}."
+    return Verdict(
+        fault=finding.fault,
+        diagnostician=HANG,
+        culprits=finding.culprits,
+        evidence=finding.evidence,
+        confidence=finding.confidence,
+        action=action,
+        reasoning=reasoning,
+    )
+
+
+def _patience(finding: HangFinding, terms: WatchTerms, *, has_stepped: bool) -> tuple[float, str]:
+    """Seconds of standing still before anything is done, and why."""
+    longest = max(terms.longest_timeout, terms.hang_timeout)
+    if finding.is_urgent:
+        return 0.0, "It cannot go on by itself"
+    if finding.is_proof and not finding.patience:
+        return terms.pause, "It does not go on by itself"
+    if finding.is_proof:
+        return max(terms.pause, finding.patience), "Data and storage often come back by themselves"
+    if not has_stepped:
+        return float("inf"), "There is no proof, and it is unknown what counts as progress in this job"
+    if finding.is_long_phase:
+        return longest, "There is no proof, and what is done there may take long"
+    return terms.hang_timeout, "There is no proof that it hangs"
+
+
+def _as_allowed(verdict: Verdict, terms: WatchTerms) -> Verdict:
+    """Whichever part finds a hang, the user says what follows."""
+    strategy = terms.strategy
+    if (
+        verdict.diagnostician != HANG
+        or verdict.action is not ActionKind.RESTART_WORKERS
+        or strategy is HangStrategy.ACT
+    ):
+        return verdict
+    action = ActionKind.NONE if strategy is HangStrategy.LOG else ActionKind.NOTIFY
+    reasoning = f"The master does not restart workers, because the job has --hang-detection {int(strategy)}."
+    return replace(verdict, action=action, reasoning=reasoning)
 
 
 def _past_of(episode: _Episode, round_: Round, verdict: Verdict) -> PastVerdict:
