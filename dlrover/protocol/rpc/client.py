@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,81 @@ class _Waiting:
     """On the stream open now. The master may have it, so it must be brought to an end even if the caller left."""
 
 
+class _Requests:
+    """Those without an answer yet, in the order of their numbers. The commands among them are also numbered in sequence."""
+
+    def __init__(self) -> None:
+        self._last_id = ATTACH_ID
+        self._last_sequence = 0
+        self._waiting: dict[int, _Waiting] = {}  # in the order of id, which is also that of sequence
+        self._unsettled: dict[int, None] = {}  # sequence numbers of the commands in `_waiting`, smallest first
+
+    def __iter__(self) -> Iterator[_Waiting]:
+        return iter(tuple(self._waiting.values()))
+
+    def add(self, body: AgentCommand | Query) -> _Waiting:
+        is_query = isinstance(body, Query)
+        sequence = 0 if is_query else self._last_sequence + 1
+        request = Request(
+            id=self._last_id + 1,
+            body=body,
+            sequence=sequence,
+            answered=0 if is_query else next(iter(self._unsettled), sequence) - 1,
+        )
+        check_size(request)
+        self._last_id = request.id
+        self._last_sequence = max(self._last_sequence, sequence)
+        waiting = self._waiting[request.id] = _Waiting(request, asyncio.get_running_loop().create_future())
+        if not is_query:
+            self._unsettled[sequence] = None
+        return waiting
+
+    def get(self, number: int) -> _Waiting | None:
+        return self._waiting.get(number)
+
+    def settle(self, number: int) -> _Waiting | None:
+        """Answered, or the answer is not wanted any more."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            self._unsettled.pop(waiting.request.sequence, None)
+        return waiting
+
+    def fail(self, error: Exception) -> None:
+        """No answer will come any more."""
+        for waiting in self._waiting.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+                waiting.answer.exception()  # seen: a caller that left must not lead to a warning
+        self._waiting.clear()
+
+
+class _HeldBack:
+    """Numbers of requests for which the master was too busy: sent again in order, after a pause."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hold(self, number: int, retry_after: float, send: Callable[[int], None]) -> None:
+        """It refuses later numbers of ours until then, so the order is kept."""
+        self._numbers.append(number)
+        if self._timer is None:
+            pause = retry_after * random.uniform(1.0, 2.0)
+            self._timer = asyncio.get_running_loop().call_later(pause, self._send_all, send)
+
+    def _send_all(self, send: Callable[[int], None]) -> None:
+        numbers, self._numbers, self._timer = sorted(self._numbers), [], None
+        for number in numbers:
+            send(number)
+
+    def clear(self) -> None:
+        """With the stream. On the next one all are sent anyway."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        self._numbers.clear()
+
+
 class AgentChannel:
     """
     One bidirectional stream to the master, reconnecting by itself.
@@ -116,12 +191,8 @@ class AgentChannel:
         self._on_order = on_order
         self._on_blocked = on_blocked
         self._blocked = ""
-        self._last_id = ATTACH_ID
-        self._last_sequence = 0
-        self._waiting: dict[int, _Waiting] = {}  # in the order of id, which is also that of sequence
-        self._unsettled: dict[int, None] = {}  # sequence numbers of the commands in `_waiting`, smallest first
-        self._held: list[int] = []  # refused for now, to be sent again in order
-        self._resend: asyncio.TimerHandle | None = None
+        self._requests = _Requests()
+        self._held = _HeldBack()
         self._outbox: Outbox[FromAgent] | None = None  # of the attached stream; None while there is none
         self._outage_since: float | None = time.monotonic()
         self._backoff = Backoff()
@@ -149,11 +220,7 @@ class AgentChannel:
             raise
         finally:
             self._over = over
-            for waiting in self._waiting.values():
-                if not waiting.answer.done():
-                    waiting.answer.set_exception(over)
-                    waiting.answer.exception()  # seen: a caller that left must not lead to a warning
-            self._waiting.clear()
+            self._requests.fail(over)
 
     async def call(self, command: AgentCommand | Query, *, timeout: float) -> Reply:
         """
@@ -164,21 +231,7 @@ class AgentChannel:
         assert not isinstance(command, Attach), "the channel attaches by itself"
         if self._over is not None:
             raise self._over
-        is_query = isinstance(command, Query)
-        sequence = 0 if is_query else self._last_sequence + 1
-        request = Request(
-            id=self._last_id + 1,
-            body=command,
-            sequence=sequence,
-            answered=0 if is_query else next(iter(self._unsettled), sequence) - 1,
-        )
-        check_size(request)
-        self._last_id = request.id
-        self._last_sequence = max(self._last_sequence, request.sequence)
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        self._waiting[request.id] = waiting
-        if not is_query:
-            self._unsettled[request.sequence] = None
+        waiting = self._requests.add(command)
         if self._outbox is not None:
             self._send(waiting)
         try:
@@ -188,8 +241,8 @@ class AgentChannel:
             trouble = f" ({self.trouble})" if self.trouble else ""
             raise Unavailable(f"no answer from the master at {self._address} within {timeout:g} s{trouble}") from None
         finally:
-            if not waiting.is_sent or is_query:
-                self._settle(request.id)
+            if not waiting.is_sent or isinstance(command, Query):
+                self._requests.settle(waiting.request.id)
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Volatile: without a stream it is dropped, attaching says more."""
@@ -301,7 +354,8 @@ class AgentChannel:
             case Refusal(id=number, retry_after=float() as retry_after):
                 if parcel.code == ErrorCode.BLOCKED:
                     self._note_blocked(parcel.message)
-                self._hold(number, retry_after, outbox)
+                if number == ATTACH_ID or self._requests.get(number) is not None:
+                    self._held.hold(number, retry_after, lambda held: self._send_again(held, outbox))
             case Push(desired=desired):
                 self._take(desired, outbox)
             case Ordered(order=order):
@@ -323,7 +377,7 @@ class AgentChannel:
         self._desired_number = attached.desired.number
         self._on_desired(attached.desired)
         outbox.put(Ack(attached.desired.number))
-        for waiting in self._waiting.values():
+        for waiting in self._requests:
             self._send(waiting)
 
     def _take(self, desired: Desired, outbox: Outbox[FromAgent]) -> None:
@@ -337,16 +391,9 @@ class AgentChannel:
 
     def _decided(self, number: int) -> _Waiting | None:
         """The master has answered; questions it answers also while it is blocked."""
-        waiting = self._settle(number)
+        waiting = self._requests.settle(number)
         if waiting is not None and not isinstance(waiting.request.body, Query):
             self._note_blocked("")
-        return waiting
-
-    def _settle(self, number: int) -> _Waiting | None:
-        """Answered, or the answer is not wanted any more."""
-        waiting = self._waiting.pop(number, None)
-        if waiting is not None:
-            self._unsettled.pop(waiting.request.sequence, None)
         return waiting
 
     def _send(self, waiting: _Waiting) -> None:
@@ -354,36 +401,23 @@ class AgentChannel:
         waiting.is_sent = True
         self._outbox.put(waiting.request)
 
-    def _hold(self, number: int, retry_after: float, outbox: Outbox[FromAgent]) -> None:
-        """The master is busy: send again later. It refuses later numbers of ours until then, so the order is kept."""
-        if number != ATTACH_ID and number not in self._waiting:
-            return
-        self._held.append(number)
-        if self._resend is None:
-            pause = retry_after * random.uniform(1.0, 2.0)
-            self._resend = asyncio.get_running_loop().call_later(pause, self._send_held, outbox)
-
-    def _send_held(self, outbox: Outbox[FromAgent]) -> None:
-        held, self._held, self._resend = sorted(self._held), [], None
-        for number in held:
-            if number == ATTACH_ID:
-                outbox.put(self._presentation())
-            elif (waiting := self._waiting.get(number)) is not None:
-                self._send(waiting)
+    def _send_again(self, number: int, outbox: Outbox[FromAgent]) -> None:
+        """On the stream with that outbox. The presentation comes before the stream is attached."""
+        if number == ATTACH_ID:
+            outbox.put(self._presentation())
+        elif (waiting := self._requests.get(number)) is not None:
+            self._send(waiting)
 
     def _detach(self) -> None:
-        if self._resend is not None:
-            self._resend.cancel()
-        self._resend = None
         self._held.clear()
         if self._outbox is None:
             return
         self._outbox = None
         self._outage_since = time.monotonic()
-        for number, waiting in list(self._waiting.items()):
+        for waiting in self._requests:
             waiting.is_sent = False
             if waiting.answer.done():  # its caller gave up
-                self._settle(number)
+                self._requests.settle(waiting.request.id)
 
     def _note_blocked(self, reason: str) -> None:
         if reason != self._blocked and self._on_blocked is not None:
