@@ -31,7 +31,6 @@ from dlrover.protocol.messages.job import (
     Command,
     DeadlinePassed,
     Desired,
-    Detection,
     JobEnd,
     JobStatus,
     Micros,
@@ -112,20 +111,9 @@ class Job:
             raise Rejected(f"Node {node} is not part of the job any more.", code=ErrorCode.STALE_INCARNATION)
         return found.desired
 
-    def is_connected(self, node: NodeId) -> bool:
-        return self._state.nodes.is_connected(node)
-
-    def num_nodes(self) -> int:
-        """That are not gone, whether they are connected or not."""
-        return len(self._state.nodes.live)
-
     def suspects(self) -> list[NodeId]:
         """Whose neighbours say that they lost a peer: for these the observations may be sure sooner."""
         return suspects(self._state)
-
-    @property
-    def detection(self) -> Detection:
-        return self._state.detection
 
     def status(self) -> JobStatus:
         return job_status(self._state, self.digest().hex())
@@ -175,7 +163,7 @@ class Job:
 
     @property
     def state(self) -> JobState:
-        """For tests, invariants and the simulator: read only."""
+        """Read only."""
         return self._state
 
 

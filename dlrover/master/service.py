@@ -96,7 +96,7 @@ async def serve(config: MasterConfig) -> int:
     await master_loop.begin(journal_thread.master_epoch)
     pre_check = _pre_check(config, master_loop, events)
     pre_check.begin()
-    await server.start(master_loop, num_expected=job.num_nodes())
+    await server.start(master_loop, num_expected=len(job.state.nodes.live))
     working = asyncio.ensure_future(master_loop.run())
     telling = asyncio.ensure_future(events.run())
     watch = WatchDriver(

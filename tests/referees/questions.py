@@ -46,7 +46,7 @@ def answers(job: Job) -> Iterator[object]:
         yield job.goodput(Micros(job.now + later))
         yield job.due(Micros(job.now + later))
     yield job.suspects()
-    yield [job.is_connected(node) for node in job.state.nodes.live]
+    yield [job.state.nodes.is_connected(node) for node in job.state.nodes.live]
     for query in _questions(job):
         try:
             answer = job.ask(query)

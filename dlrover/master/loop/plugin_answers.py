@@ -55,8 +55,9 @@ class PluginAnswers:
         """Whether it has just brought a node whose place in the order is unknown. It may have been refused."""
         if not self._topology.has_sorter:
             return False
-        node = self._durable.job.state.nodes.of_launch(attach.launch)
-        return not attach.incarnation and node is not None and self._durable.job.is_connected(node.id)
+        nodes = self._durable.job.state.nodes
+        node = nodes.of_launch(attach.launch)
+        return not attach.incarnation and node is not None and nodes.is_connected(node.id)
 
     def ask_for_order(self) -> None:
         """One question at a time; if the nodes changed meanwhile it is asked again."""

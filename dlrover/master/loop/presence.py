@@ -60,7 +60,7 @@ class Presence:
 
     @property
     def patience(self) -> Detection:
-        return self._durable.job.detection
+        return self._durable.job.state.detection
 
     def last_heard(self) -> dict[NodeId, Micros]:
         """When each attached node was last heard of, by the job's clock."""

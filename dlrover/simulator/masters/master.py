@@ -138,7 +138,7 @@ class VirtualMaster:
 
     def follow_job(self) -> None:
         """The job must not look at the observations; so they are told what it knows."""
-        self.lines.observations.follow(self._job.detection, self._job.suspects())
+        self.lines.observations.follow(self._job.state.detection, self._job.suspects())
 
     def send(self, line: VirtualLine, parcel: Downward) -> None:
         self.sim.network.send_down(line.connection, (parcel,))

@@ -767,7 +767,7 @@ def tell_story(scene: CheckScene, chance: random.Random, num_turns: int) -> None
         if scene.job.end is not None:
             return
         alive = [name for name, agent in scene.agents.items() if agent.node in scene.job.state.nodes.live]
-        connected = [name for name in alive if scene.job.is_connected(scene.agents[name].node)]
+        connected = [name for name in alive if scene.job.state.nodes.is_connected(scene.agents[name].node)]
         name = chance.choice(alive) if alive else ""
         rare = ["come", "restart", "break", "silent", "leave", "fail", "time", "master"]
         match chance.choice(["obey"] * 16 + ["back"] * 5 + rare):

@@ -159,7 +159,7 @@ class TestSuspicion:
             for name in "ac":
                 agent = scene.agents[name]
                 observations.heard(Heartbeat(node=agent.node, incarnation=agent.incarnation), micros(second))
-            observations.follow(scene.job.detection, scene.job.suspects())
+            observations.follow(scene.job.state.detection, scene.job.suspects())
             findings = tick(observations, second)
             assert bool(findings) == (second == 112)
         (finding,) = findings
@@ -172,7 +172,7 @@ class TestSuspicion:
         """It stalls for up to half a minute; the collectives of the others only wait."""
         scene, observations = Scene(terms(2)).gather("a", "b"), Liveness(micros(0))
         for second in range(0, 200, 5):
-            observations.follow(scene.job.detection, scene.job.suspects())
+            observations.follow(scene.job.state.detection, scene.job.suspects())
             for name in "ab":
                 agent = scene.agents[name]
                 if not second:
