@@ -151,7 +151,7 @@ class _Zygote:
                 if isinstance(message, CountDevices):
                     self._count(message)
                 elif not self._hand_to_spare(message, descriptors):
-                    birth = self._fork()
+                    birth = _fork()
                     if birth is None:
                         return self._become(message, descriptors)
                     births.append((message.id, birth))
@@ -160,7 +160,7 @@ class _Zygote:
                 if isinstance(message, ForkWorker):
                     self._shares_cgroup = bool(self._arguments.cgroups)
             for number, birth in births:
-                self._tell(number, self._finish(birth))
+                self._tell(number, _finish(birth))
 
     def _is_idle(self) -> bool:
         """Wait for a request; True if none came for a while and there is something to do ahead."""
@@ -340,7 +340,7 @@ class _Zygote:
             except OSError:
                 self._num_spares_wanted = 0  # not now: too few descriptors
                 break
-            birth = self._fork()
+            birth = _fork()
             if birth is None:
                 self._socket.detach()
                 worker_entry.show_as(b"dlrover spare worker")
@@ -356,7 +356,7 @@ class _Zygote:
                 theirs.close()
                 return self._become(self._decode(frame[0]), frame[1])
             theirs.close()
-            pid = self._finish(birth)
+            pid = _finish(birth)
             if pid <= 0:
                 ours.close()
                 self._num_spares_wanted = 0  # not now: too many processes, or too little memory
@@ -385,44 +385,6 @@ class _Zygote:
             return False
         wanted = {name: value for name, value in order.environ.items() if _is_read_at_import(name)}
         return wanted == self._environ
-
-    def _fork(self) -> _Birth | None:
-        """None in the worker."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            reader, writer = os.pipe()
-        except OSError as error:
-            return _Birth(-(error.errno or 1))
-        try:
-            middle_pid = os.fork()
-        except OSError as error:
-            os.close(reader)
-            os.close(writer)
-            return _Birth(-(error.errno or 1))
-        if middle_pid:
-            os.close(writer)
-            return _Birth(middle_pid, reader)
-        try:
-            pid = os.fork()
-        except OSError as error:
-            pid = -(error.errno or 1)
-        if pid:
-            os.write(writer, _PID.pack(pid))
-            os._exit(0)
-        os.close(reader)
-        os.close(writer)
-        return None
-
-    def _finish(self, birth: _Birth) -> int:
-        """The worker's pid; from here on its parent is the agent. Negative: the number of an error; 0: unknown."""
-        if birth.reader < 0:
-            return birth.middle_pid
-        raw = os.read(birth.reader, _PID.size)
-        os.close(birth.reader)
-        os.waitpid(birth.middle_pid, 0)
-        pid: int = _PID.unpack(raw)[0] if raw else 0
-        return pid
 
     def _tell(self, number: int, pid: int) -> None:
         if pid > 0:
@@ -454,6 +416,46 @@ class _Zygote:
 
     def _reply(self, message: FromZygote) -> None:
         send_frame(self._socket, msgspec.msgpack.encode(message))
+
+
+def _fork() -> _Birth | None:
+    """None in the worker."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        reader, writer = os.pipe()
+    except OSError as error:
+        return _Birth(-(error.errno or 1))
+    try:
+        middle_pid = os.fork()
+    except OSError as error:
+        os.close(reader)
+        os.close(writer)
+        return _Birth(-(error.errno or 1))
+    if middle_pid:
+        os.close(writer)
+        return _Birth(middle_pid, reader)
+    try:
+        pid = os.fork()
+    except OSError as error:
+        pid = -(error.errno or 1)
+    if pid:
+        os.write(writer, _PID.pack(pid))
+        os._exit(0)
+    os.close(reader)
+    os.close(writer)
+    return None
+
+
+def _finish(birth: _Birth) -> int:
+    """The worker's pid; from here on its parent is the agent. Negative: the number of an error; 0: unknown."""
+    if birth.reader < 0:
+        return birth.middle_pid
+    raw = os.read(birth.reader, _PID.size)
+    os.close(birth.reader)
+    os.waitpid(birth.middle_pid, 0)
+    pid: int = _PID.unpack(raw)[0] if raw else 0
+    return pid
 
 
 def _is_read_at_import(name: bytes) -> bool:
