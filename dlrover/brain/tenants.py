@@ -144,10 +144,6 @@ def list_tenants(connection: Connection) -> list[TenantRow]:
     ]
 
 
-def has_tokens(connection: Connection) -> bool:
-    return connection.execute(select(TOKEN.c.hash).limit(1)).first() is not None
-
-
 def _callers_by_hash(connection: Connection) -> dict[str, TokenHolder]:
     found = connection.execute(select(TOKEN.c.hash, TOKEN.c.tenant, TOKEN.c.role))
     return {hash_: TokenHolder(tenant=tenant, role=TokenRole(role)) for hash_, tenant, role in found}
