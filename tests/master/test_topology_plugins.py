@@ -12,7 +12,6 @@ import pytest
 
 from dlrover.master import topology_plugins as room
 from dlrover.master.config import EXIT_USAGE
-from dlrover.master.loop import turning
 from dlrover.master.topology_plugins import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, TopologyPlugins
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.job import (
@@ -31,14 +30,9 @@ from tests.master.conftest import Connect, MakeMaster, StartMaster
 FOUR = JobTerms(limits=Limits(min_nodes=4, max_nodes=4))
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may be late; and who waits in vain for an order must not only be late."""
-    monkeypatch.setattr(turning, "TIME_LIMIT", 300.0)
-
-
 def plugins(**asked: Any) -> TopologyPlugins:
-    return TopologyPlugins(time_limit=60.0, **asked)
+    """A busy machine may be late; and who waits in vain for an order must not only be late."""
+    return TopologyPlugins(time_limit=150.0, **asked)
 
 
 class Switches:

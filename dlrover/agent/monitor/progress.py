@@ -48,9 +48,7 @@ from dlrover.protocol.progress_page import DEATH_NOTICE_AT
 
 log = logging.getLogger("dlrover.agent")
 
-_DUMP_TIMEOUT = 1.0
-_SAMPLER_TIMEOUT = 1.0
-"""For reading the stacks of those that do not answer, from outside."""
+STACKS_TIMEOUT = 1.0
 """Seconds for workers to write their stacks. One that holds the interpreter lock writes them all the same; one that is stopped never."""
 _DUMP_LOOK = 0.02
 _CANNOT_ANSWER = "TD"
@@ -79,8 +77,13 @@ class WorkerWatch:
         runtime_dir: str = "",
         book: PhaseBook | None = None,
         disks: Sequence[str] | None = None,
+        stacks_timeout: float = STACKS_TIMEOUT,
     ) -> None:
-        """`disks`: paths whose file systems the job writes to; None: the resources of this node are not watched."""
+        """
+        `disks`: paths whose file systems the job writes to; None: the resources of this node are not watched. `stacks_timeout`: seconds for
+        workers to write their stacks, and for reading the stacks of those that do not answer, from outside.
+        """
+        self._stacks_timeout = stacks_timeout
         self._config = config
         self._metrics_file = ""
         if runtime_dir and config.has_step_file:
@@ -363,10 +366,10 @@ class WorkerWatch:
         facts = [worker.facts() for worker in workers]
         asked = [worker for worker in workers if worker.ask_for_stacks()]
         recording = [worker for worker in workers if worker.ask_for_collectives()]
-        await _written(asked)
+        await _written(asked, within=self._stacks_timeout)
         await _recorded(recording)
         deaf = [worker.pid for worker, known in zip(workers, facts, strict=True) if known.state in _CANNOT_ANSWER]
-        read = await self._native.read_deaf(deaf, within=_SAMPLER_TIMEOUT)
+        read = await self._native.read_deaf(deaf, within=self._stacks_timeout)
         if not is_second:
             facts = [_later_use(before, worker.facts()) for before, worker in zip(facts, workers, strict=True)]
         stalled = self._stalls.stalled
@@ -390,7 +393,7 @@ class WorkerWatch:
 
     async def _log_stuck(self, workers: list[WatchedWorker]) -> None:
         asked = [worker for worker in workers if worker.ask_for_stacks()]
-        await _written(asked)
+        await _written(asked, within=self._stacks_timeout)
         node, incarnation = self._who()
         for worker in workers:
             dump = worker.dump(worker.facts(), worker.stacks() if worker in asked else (), is_stalled=True)
@@ -434,10 +437,10 @@ def describe(dump: WorkerDump) -> str:
     return "\n".join([*lines, *(f"  child {child}" for child in dump.children[:8])])
 
 
-async def _written(workers: Sequence[WatchedWorker]) -> None:
+async def _written(workers: Sequence[WatchedWorker], *, within: float) -> None:
     """Until the dumps of these are complete: there, growing no more, and no handler at work on them."""
     sizes = [0] * len(workers)
-    until = time.monotonic() + _DUMP_TIMEOUT
+    until = time.monotonic() + within
     while workers and time.monotonic() < until:
         await asyncio.sleep(_DUMP_LOOK)
         now = [worker.num_dumped() for worker in workers]

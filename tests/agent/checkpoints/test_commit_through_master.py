@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from dlrover.agent.checkpoints import break_points
 from dlrover.agent.checkpoints.saver import Saver, SaverConfig
 from dlrover.protocol.messages.checkpoint import (
     CheckpointFailed,
@@ -316,12 +315,9 @@ async def test_a_node_that_is_taken_away_writes_its_part_while_it_goes(make: Mak
     await second.saver.drain(is_hurried=True)
 
 
-async def test_without_a_word_of_the_master_each_writes_what_it_has(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(break_points, "DECISION", 0.05)
+async def test_without_a_word_of_the_master_each_writes_what_it_has(make: Make) -> None:
     core = CoreInHand("a", "b")
-    first, second = make(core, is_saving_at_break_points=True)
+    first, second = make(core, is_saving_at_break_points=True, patience_at_break_points=0.05)
     for node in (first, second):
         node.save(10, is_storage=False)
     core.scene.fail("a")

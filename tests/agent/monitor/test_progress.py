@@ -18,9 +18,8 @@ from typing import TypeVar
 import pytest
 
 from dlrover.agent.config import EntryKind, WatchConfig
-from dlrover.agent.monitor import progress as monitor_progress
 from dlrover.agent.monitor.native_stacks import NativeStacks, main_frames
-from dlrover.agent.monitor.progress import WorkerWatch, fit_into_look
+from dlrover.agent.monitor.progress import _DUMP_LOOK, WorkerWatch, fit_into_look
 from dlrover.agent.monitor.worker_view import WatchedWorker, parse_stacks
 from dlrover.agent.workers.process_tree import ProcessTree
 from dlrover.agent.workers.spawner import Spawner
@@ -98,7 +97,12 @@ WORKER = """
 class Lab:
     def __init__(self, tmp_path: Path) -> None:
         short = StallPatience(least=0.1, first_step=0.1, start=0.1, unlearned=0.1, factor=1.0)
-        self.watch = WorkerWatch(WatchConfig(), runtime_dir=str(tmp_path), book=PhaseBook(short))
+        self.watch = WorkerWatch(
+            WatchConfig(),
+            runtime_dir=str(tmp_path),
+            book=PhaseBook(short),
+            stacks_timeout=DEADLINE,  # dumps are slow on a busy machine
+        )
         self.watch.connect(self._on_observation, lambda: (NodeId(7), Incarnation(3)))
         self.observed: list[WatchObservation] = []
         self._script = tmp_path / "worker.py"
@@ -157,9 +161,7 @@ class Lab:
 
 
 @pytest.fixture
-async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Lab]:
-    for patience in ("_DUMP_TIMEOUT", "_SAMPLER_TIMEOUT"):
-        monkeypatch.setattr(monitor_progress, patience, DEADLINE)  # dumps are slow on a busy machine
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
     lab = Lab(tmp_path)
     running = asyncio.create_task(lab.watch.run())
     yield lab
@@ -248,7 +250,7 @@ async def test_stacks_are_waited_for_until_the_worker_has_written_them(lab: Lab,
 
     dumping = asyncio.create_task(lab.watch.dump())
     await until(lambda: pass_on(1000))
-    done, _ = await asyncio.wait([dumping], timeout=10 * monitor_progress._DUMP_LOOK)
+    done, _ = await asyncio.wait([dumping], timeout=10 * _DUMP_LOOK)
     assert not done
     await until(lambda: pass_on(4096) == 0 and dumping.done())
     (dumped,) = dumping.result()

@@ -14,7 +14,6 @@ from dlrover.cli.show.replay import replay
 from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Origin, Outcome
-from dlrover.master.journal import journal
 from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import AwaitSaveDuties, SaveDuties
@@ -176,10 +175,8 @@ async def test_a_node_that_is_exchanged_is_told_so_at_once(start_master: StartMa
     assert agent.attachments.empty()
 
 
-@pytest.fixture
-def patient_journal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that somebody holds back waits for as long as the test needs, however slow the machine is."""
-    monkeypatch.setattr(journal, "BUSY_TIMEOUT", 60.0)
+PATIENT = 60.0
+"""Seconds for a commit that the test holds back, however slow the machine is."""
 
 
 async def in_work(master: Master, number: int) -> None:
@@ -189,11 +186,10 @@ async def in_work(master: Master, number: int) -> None:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.usefixtures("patient_journal")
 async def test_a_command_sent_again_after_a_broken_stream_is_applied_once(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
-    master = await start_master()
+    master = await start_master(busy_timeout=PATIENT)
     agent = connect(master.address)
     await agent.attached()
     lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
@@ -226,11 +222,10 @@ async def test_a_command_is_not_answered_before_it_is_durable(
     assert await call == Done()
 
 
-@pytest.mark.usefixtures("patient_journal")
 async def test_more_requests_than_fit_are_refused_for_now_and_all_answered_in_the_end(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
-    master = await start_master()
+    master = await start_master(busy_timeout=PATIENT)
     agent = connect(master.address)
     await agent.attached()
     lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
