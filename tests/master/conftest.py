@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import pytest_asyncio
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from dlrover.cli.launch.discovery import MasterPort
+from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import MasterConfig, Ready
@@ -31,6 +33,7 @@ from dlrover.protocol.messages.job import (
     AskStatus,
     Attach,
     Attached,
+    Command,
     Desired,
     Incarnation,
     JobStatus,
@@ -186,6 +189,13 @@ class Master:
 
 
 StartMaster = Callable[..., Awaitable[Master]]
+
+
+def journalled(path: Path) -> list[Command]:
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT data FROM records ORDER BY number").fetchall()
+    connection.close()
+    return [decode_record(data).command for (data,) in rows]
 
 
 @pytest_asyncio.fixture

@@ -23,6 +23,7 @@ from dlrover.snapshot.memory.segment_format import SegmentInvalid
 from dlrover.snapshot.storage.persist import SaveRequest, of_present_history, pin_newest, release
 
 DECISION = 15.0
+"""Seconds that snapshots are held for the master to say which are worth writing."""
 
 Held = list[tuple[PinnedSlot, SaveRequest]]
 
@@ -77,9 +78,7 @@ def describe(held: Held) -> tuple[HeldSnapshot, ...]:
 
 
 class BreakPointSaves:
-    def __init__(self, *, patience: float = DECISION) -> None:
-        """`patience`: seconds that snapshots are held for the master to say which are worth writing."""
-        self._patience = patience
+    def __init__(self) -> None:
         self._asked_round = Round(0)
         """Newest round after which the master was asked what to write."""
         self._decision: asyncio.Future[tuple[PersistSnapshot, ...] | None] | None = None
@@ -112,9 +111,9 @@ class BreakPointSaves:
 
     async def _ask(self, line: DutyLine, round_: Round, held: Held) -> tuple[PersistSnapshot, ...] | None:
         decision = self._decision = asyncio.get_running_loop().create_future()
-        if not await line.tell(SnapshotsHeld(round=round_, held=describe(held)), timeout=self._patience):
+        if not await line.tell(SnapshotsHeld(round=round_, held=describe(held)), timeout=DECISION):
             return None
-        await asyncio.wait([decision], timeout=self._patience)
+        await asyncio.wait([decision], timeout=DECISION)
         return decision.result() if decision.done() else None
 
 

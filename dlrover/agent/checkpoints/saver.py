@@ -24,15 +24,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dlrover.agent.checkpoints.break_points import (
-    DECISION,
-    BreakPointSaves,
-    Held,
-    copied_slots,
-    describe,
-    in_order,
-    pin_held,
-)
+from dlrover.agent.checkpoints.break_points import BreakPointSaves, Held, copied_slots, describe, in_order, pin_held
 from dlrover.agent.checkpoints.commits import NICENESS, NodeCommits, is_due, nice_pool
 from dlrover.agent.checkpoints.duties import DutyRelay
 from dlrover.host.edges import logged
@@ -79,8 +71,6 @@ class SaverConfig(Struct, frozen=True, kw_only=True):
     """Seconds for queued saves when the job ends by itself. They are what the user asked for, so they may take their time."""
     patience_at_signal: float = 25.0
     """The same when the platform wants us gone; pods have 30 s."""
-    patience_at_break_points: float = DECISION
-    """Seconds that snapshots are held for the master to say which are worth writing."""
     bytes_per_second: float = 0.0
     """Limit of writing to storage while workers train; 0: none."""
 
@@ -106,7 +96,7 @@ class Saver:
         self.on_summed: Callable[[SlotName], None] | None = None
         """Told of each slot that has its checksums, so that copies can be made."""
         self._world: WorldSpec | None = None
-        self._breaks = BreakPointSaves(patience=config.patience_at_break_points)
+        self._breaks = BreakPointSaves()
         self._promised: Held = []
         self._newest: dict[str, int] = {}
         """By segment: newest step that this round's workers saved."""

@@ -315,7 +315,7 @@ async def test_a_node_that_is_taken_away_writes_its_part_while_it_goes(make: Mak
 
 async def test_without_a_word_of_the_master_each_writes_what_it_has(make: Make) -> None:
     core = CoreInHand("a", "b")
-    first, second = make(core, is_saving_at_break_points=True, patience_at_break_points=0.05)
+    first, second = make(core, is_saving_at_break_points=True)
     for node in (first, second):
         node.save(10, is_storage=False)
     core.scene.fail("a")

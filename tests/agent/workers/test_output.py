@@ -467,7 +467,7 @@ async def test_what_nobody_decides_about_is_shown_in_the_end(tmp_path: Path, cap
     assert capfd.readouterr().err == TRACEBACK
 
 
-@pytest.mark.parametrize("limit", [{"longest_held": 0.05}, {"max_held_bytes": 10}])
+@pytest.mark.parametrize("limit", [{"longest_held": 0.05}, {"longest_held": 2 * DEADLINE, "max_held_bytes": 10}])
 async def test_nothing_is_held_for_too_long_or_too_much_of_it(
     make: Maker, capfd: pytest.CaptureFixture[str], limit: dict[str, Any]
 ) -> None:

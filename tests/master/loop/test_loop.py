@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.cli.show.replay import replay
-from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Origin, Outcome
 from dlrover.protocol.codec import decode_from_master, encode_frame
@@ -66,14 +65,7 @@ from dlrover.protocol.messages.precheck import OperatorResult, PreCheckNoted, Pr
 from dlrover.protocol.messages.requests import RelaunchNode
 from dlrover.protocol.rpc.client import ask
 from dlrover.protocol.rpc.transport import AGENT_METHOD, SERVICE, call_metadata, open_channel
-from tests.master.conftest import TOKEN, Agent, Connect, Master, StartMaster
-
-
-def journalled(path: Path) -> list[Command]:
-    with sqlite3.connect(path) as connection:
-        rows = connection.execute("SELECT data FROM records ORDER BY number").fetchall()
-    connection.close()
-    return [decode_record(data).command for (data,) in rows]
+from tests.master.conftest import TOKEN, Agent, Connect, Master, StartMaster, journalled
 
 
 async def test_two_agents_meet_and_are_told_their_world(start_master: StartMaster, connect: Connect) -> None:
