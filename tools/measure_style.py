@@ -4,9 +4,10 @@ How the code is built, in figures: what a newcomer meets, counted the same way e
     make measure-style                                  # our package
     python tools/measure_style.py --package PATH        # another one; what has to run is left out
 
-All but one figure come from the syntax trees of the sources, so the tool measures any package without importing it. The
-exception is the row of switches: a two-node job applies one `ReportFailure` under a tracer. Goals stand beside the
-figures; the tool prints both and judges nothing.
+All but two figures come from the syntax trees of the sources, so the tool measures any package without importing it. The
+exceptions are those of our own package: the row of switches, for which a two-node job applies one `ReportFailure` under
+a tracer, and the row of patches, which is read from our tests. Goals stand beside the figures; the tool prints both and
+judges nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 FULL_CLASS = 20
 SMALL_MODULE = 130
 BROAD = ("Exception", "BaseException")
+OURS = ("dlrover", "tests", "tools", "benchmarks")
 PRONOUNS = ("nobody", "somebody", "whoever", "anybody")
 GIVEN_NAMES = ("compat", "unified.api")
 """Rooms whose class names scripts of the original give us."""
@@ -75,7 +77,7 @@ def main() -> None:
     rows = static_rows(modules)
     if package.resolve() == ROOT / "dlrover":
         sys.path.insert(0, str(ROOT))
-        rows.append(switches_row())
+        rows += [switches_row(), patches_row(read_package(ROOT / "tests"))]
     print("| Point | Found | Goal |\n|---|---|---|")
     for row in rows:
         print(f"| {row.point} | {row.found} | {row.goal} |")
@@ -390,6 +392,60 @@ def apply_one_failure() -> Callable[[], object]:
         node=agent.node, incarnation=agent.incarnation, round=desired.world.round, failures=(failure(at=1.0),)
     )
     return lambda: scene.job.apply(report, micros(2.0))
+
+
+def patches_row(tests: Sequence[Module]) -> Row:
+    """Mutations of the simulator's tests break the code on purpose, to see that the invariants notice: they are named apart."""
+    counts = Counter(module.is_in("simulator") for module in tests for _ in own_patches(module))
+    return Row(
+        "tests that patch our own code (`setattr` of a `MonkeyPatch`)",
+        f"{counts[False]}, and {counts[True]} mutations that the simulator has to notice",
+        "at most 10",
+    )
+
+
+def own_patches(module: Module) -> Iterator[str]:
+    """What the module patches and did not import from elsewhere: modules and classes of ours, and objects of them."""
+    foreign = _imported_from_elsewhere(module.tree)
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[ast.Constant(value=str(path)), *_]):
+                if path.partition(".")[0] in OURS:
+                    yield path
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[target, ast.expr() as name, *_]):
+                if _root(target) not in foreign:
+                    yield f"{ast.unparse(target)}.{ast.unparse(name)}"
+
+
+def _imported_from_elsewhere(tree: ast.AST) -> set[str]:
+    """Names that stand for modules of others or for something in them."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found |= {each.asname or each.name.partition(".")[0] for each in names if _is_foreign(each.name)}
+            case ast.ImportFrom(names=names, module=str(source), level=0) if _is_foreign(source):
+                found |= {each.asname or each.name for each in names}
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr="importorskip"))):
+                found.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(value=ast.Name(id=source)))):
+                if source in found:  # an object of theirs: `loop = asyncio.get_running_loop()`
+                    found.add(name)
+    return found
+
+
+def _is_foreign(name: str) -> bool:
+    return name.partition(".")[0] not in OURS
+
+
+def _root(target: ast.expr) -> str:
+    """The name with which `a.b.c` begins; of `type(a)` it is `a`."""
+    match target:
+        case ast.Attribute(value=inner) | ast.Call(func=ast.Name(id="type"), args=[inner]):
+            return _root(inner)
+        case ast.Name(id=name):
+            return name
+    return ""
 
 
 def modules_visited(prepare: Callable[[], Callable[[], object]], prefix: str) -> list[str]:

@@ -23,10 +23,10 @@ _held: deque[str] = deque(maxlen=MAX_HELD)
 """Lines that the console has not taken yet."""
 
 
-def say(text: str) -> None:
-    """What the console does not take now comes before the next line, or at the end."""
+def say(text: str, *, patience: float = PATIENCE) -> None:
+    """What the console does not take within so many seconds comes before the next line, or at the end."""
     _held.append(f"{PREFIX}{printable(text)}\n")
-    _say_held()
+    _say_held(patience)
 
 
 def say_block(text: str) -> None:
@@ -72,19 +72,19 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 @atexit.register
-def _say_held() -> None:
-    while _held and _takes_bytes():
+def _say_held(patience: float = PATIENCE) -> None:
+    while _held and _takes_bytes(patience):
         _write(_held.popleft())
 
 
-def _takes_bytes() -> bool:
+def _takes_bytes(patience: float) -> bool:
     """A line or so: as much as a pipe takes at once."""
     poll = select.poll()
     try:
         poll.register(sys.stderr.fileno(), select.POLLOUT)
     except (OSError, ValueError):
         return True  # it is closed, or no file at all: writing does not wait
-    return bool(poll.poll(PATIENCE * 1000))
+    return bool(poll.poll(patience * 1000))
 
 
 def _write(text: str) -> None:

@@ -237,11 +237,14 @@ def next_deadline(state: JobState) -> Micros | None:
     Asked in each turn of the master. Under a new one all nodes wait for the same moment, ten thousand perhaps: they are only
     glanced at.
     """
-    broken = state.nodes.broken
-    times = [
-        deadline.at for deadline in _running(state, [node for node in broken if broken[node].broken_at is not None])
-    ]
-    times += [each.gone_at for each in broken.values() if each.broken_at is None]
+    of_known: list[NodeId] = []
+    times: list[Micros] = []
+    for node, broken in state.nodes.broken.items():
+        if broken.broken_at is None:
+            times.append(broken.gone_at)
+        else:
+            of_known.append(node)
+    times += [deadline.at for deadline in _running(state, of_known)]
     return min(times, default=None)
 
 

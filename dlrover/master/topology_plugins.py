@@ -99,6 +99,7 @@ class TopologyPlugins:
         sort: Callable[[dict[int, NodeTopologyMeta]], Any] | None = None,
         time_limit: float = TIME_LIMIT,
     ) -> None:
+        self.time_limit = time_limit
         self._query = query
         self._sort = sort
         self._places: dict[str, tuple[str, ...]] = {}

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from dlrover.protocol import progress_page as layout
 from dlrover.protocol.messages.watch import MAX_METRICS, Phase
@@ -47,7 +47,6 @@ _NUM_CHANGES, _PHASE_NS, _BUCKETS, _NUM_BUCKETS = (
     layout.NUM_BUCKETS,
 )
 _SHAPE = (layout.MICRO_BATCH, layout.ACCUMULATION, layout.TOTAL_BATCH, layout.LOADER_WORKERS)
-_now = time.monotonic_ns
 
 
 class _Texts:
@@ -71,7 +70,9 @@ class _Texts:
 class PhaseWriter:
     """The writer's end of a page. `current()` finds it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, now: Callable[[], int] = time.monotonic_ns) -> None:
+        """`now`: nanoseconds on the clock that the reader of the page has, too."""
+        self._now = now
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._memory = mmap.mmap(descriptor, layout.SIZE)
@@ -84,7 +85,7 @@ class PhaseWriter:
         self._texts = _Texts(self._memory)
         self.main_thread = threading.get_ident()
         self.phase = START
-        self._since = _now()
+        self._since = now()
         self._step_ended_at = 0
         self._lowest_step = 0
         """Of the source that counts now."""
@@ -106,7 +107,7 @@ class PhaseWriter:
         self._change(before if after is None else after.get(before, before))
 
     def _change(self, phase: int) -> None:
-        now = _now()
+        now = self._now()
         words, old = self.words, self.phase
         lasted = now - self._since
         # `bucket_of` of the core, here without a call.
@@ -176,7 +177,7 @@ class PhaseWriter:
     def _write_step(self, step: int) -> None:
         words = self.words
         if words[layout.STEP] != step:
-            now = _now()
+            now = self._now()
             if self._step_ended_at:
                 words[layout.STEP_NS] = now - self._step_ended_at
             self._count_plain(now)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,20 @@ def spawner() -> Iterator[Spawner]:
 
 
 @pytest.fixture
-async def tree(spawner: Spawner, cold_spawner: Spawner) -> AsyncIterator[ProcessTree]:
-    tree = ProcessTree(keep=lambda: (*spawner.zygote_pids, *cold_spawner.zygote_pids))
+def kept(spawner: Spawner, cold_spawner: Spawner) -> list[Callable[[], Collection[int]]]:
+    """Pids that the tree never touches. Tests may add others."""
+    return [lambda: spawner.zygote_pids, lambda: cold_spawner.zygote_pids]
+
+
+@pytest.fixture
+def tree_options() -> dict[str, Any]:
+    """How the tree shall stop processes. Tests may say it otherwise."""
+    return {}
+
+
+@pytest.fixture
+async def tree(kept: list[Callable[[], Collection[int]]], tree_options: dict[str, Any]) -> AsyncIterator[ProcessTree]:
+    tree = ProcessTree(keep=lambda: [pid for pids in kept for pid in pids()], **tree_options)
     yield tree
     await tree.sweep()
     tree.close()

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import pytest
-
 from dlrover.cli import console
-from dlrover.cli.console import MAX_HELD, say, say_block
+from dlrover.cli.console import MAX_HELD, say_block
 
 
 class Pipe(NamedTuple):
@@ -39,9 +38,7 @@ def piped_console() -> Iterator[Pipe]:
         os.close(reader)
 
 
-@pytest.fixture(autouse=True)
-def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "PATIENCE", 0.01)
+say = functools.partial(console.say, patience=0.01)
 
 
 def test_a_console_that_takes_nothing_keeps_nobody_and_hears_all_of_it_later() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,9 +21,11 @@ import pytest_asyncio
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from dlrover.cli.launch.discovery import MasterPort
+from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
 from dlrover.master.clock import MasterClock
 from dlrover.master.config import MasterConfig, Ready
+from dlrover.master.journal.journal import BUSY_TIMEOUT
 from dlrover.master.journal.journal_thread import JournalThread
 from dlrover.master.loop.loop import MasterLoop
 from dlrover.master.topology_plugins import TopologyPlugins
@@ -30,6 +33,7 @@ from dlrover.protocol.messages.job import (
     AskStatus,
     Attach,
     Attached,
+    Command,
     Desired,
     Incarnation,
     JobStatus,
@@ -187,6 +191,13 @@ class Master:
 StartMaster = Callable[..., Awaitable[Master]]
 
 
+def journalled(path: Path) -> list[Command]:
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT data FROM records ORDER BY number").fetchall()
+    connection.close()
+    return [decode_record(data).command for (data,) in rows]
+
+
 @pytest_asyncio.fixture
 async def start_master(tmp_path: Path, reserved_port: int) -> AsyncIterator[StartMaster]:
     masters: list[Master] = []
@@ -197,10 +208,13 @@ async def start_master(tmp_path: Path, reserved_port: int) -> AsyncIterator[Star
         make_job: Callable[[Job], Job] = lambda job: job,
         topology: TopologyPlugins | None = None,
         hours_later: int = 0,
+        busy_timeout: float = BUSY_TIMEOUT,
     ) -> Master:
         server = MasterServer(token=TOKEN)
         bound = server.bind("127.0.0.1", port)
-        journal_thread = await JournalThread.open(tmp_path / "journal.sqlite", job_name="job")
+        journal_thread = await JournalThread.open(
+            tmp_path / "journal.sqlite", job_name="job", busy_timeout=busy_timeout
+        )
         job = make_job(await journal_thread.restore())
         clock = MasterClock(job.now, wall=lambda: time.time_ns() + hours_later * 3600 * 10**9)
         master_loop = MasterLoop(journal_thread, job, clock, job_name="job", topology=topology)

@@ -12,10 +12,10 @@ import pytest
 
 from dlrover.master import topology_plugins as room
 from dlrover.master.config import EXIT_USAGE
-from dlrover.master.loop import turning
 from dlrover.master.topology_plugins import DefaultTopologyQuerier, DpTopologySorter, NodeTopologyMeta, TopologyPlugins
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.job import (
+    AwaitOrder,
     FailureKind,
     JobTerms,
     Limits,
@@ -26,19 +26,17 @@ from dlrover.protocol.messages.job import (
     Run,
     WorkerFailure,
 )
-from tests.master.conftest import Connect, MakeMaster, StartMaster
+from tests.master.conftest import Connect, MakeMaster, StartMaster, journalled
 
 FOUR = JobTerms(limits=Limits(min_nodes=4, max_nodes=4))
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may be late; and who waits in vain for an order must not only be late."""
-    monkeypatch.setattr(turning, "TIME_LIMIT", 300.0)
+PATIENT = 150.0
 
 
 def plugins(**asked: Any) -> TopologyPlugins:
-    return TopologyPlugins(time_limit=60.0, **asked)
+    """A busy machine may be late; and who waits in vain for an order must not only be late."""
+    return TopologyPlugins(time_limit=PATIENT, **asked)
 
 
 class Switches:
@@ -98,7 +96,7 @@ async def test_plug_ins_are_asked_about_the_machine_below_a_pod(start_master: St
     assert (node.name, node.host) == ("job-worker-0", "host-pod")
 
 
-async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: Connect) -> None:
+async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: Connect, tmp_path: Path) -> None:
     ids = set()
 
     def backwards(nodes: dict[int, NodeTopologyMeta]) -> list[int]:
@@ -107,6 +105,8 @@ async def test_the_world_follows_the_sorter(start_master: StartMaster, connect: 
 
     assert await world_of(start_master, connect, plugins(sort=backwards)) == [3, 2, 1, 0]
     assert ids == {(number, -1) for number in range(1, 5)}, "each launch has an id of its own"
+    awaited = {each.limit for each in journalled(tmp_path / "journal.sqlite") if isinstance(each, AwaitOrder)}
+    assert awaited == {2 * PATIENT}, "the answer may first come for the nodes before it"
 
 
 async def test_who_is_refused_lets_nobody_wait_for_an_order(start_master: StartMaster, connect: Connect) -> None:

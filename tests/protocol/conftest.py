@@ -35,7 +35,7 @@ TOKEN = "s3cret-ü"
 
 
 class PlainLoop:
-    """Attaches everybody, answers Done, remembers what came. `answers` may be set to decide otherwise."""
+    """Attaches everybody, answers Done, remembers what came. `answers` and `reply` may be set to decide otherwise."""
 
     def __init__(self) -> None:
         self.master_epoch = 1
@@ -44,6 +44,8 @@ class PlainLoop:
         self.requests: list[Request] = []
         self.seen: asyncio.Queue[FromAgent | Unreadable | str] = asyncio.Queue()
         self.answers: Callable[[Request], Answer | Refusal | None] = lambda r: Answer(id=r.id, body=Done())
+        self.reply: Reply | None = None
+        """To who asks once, without a stream; None: a `Pong`."""
 
     def receive(self, stream: AgentStream, parcels: Sequence[FromAgent | Unreadable]) -> None:
         for parcel in parcels:
@@ -68,7 +70,7 @@ class PlainLoop:
         self.seen.put_nowait("closed")
 
     async def ask(self, question: Question) -> Reply:
-        return Pong(job_name="job", master_epoch=self.master_epoch)
+        return Pong(job_name="job", master_epoch=self.master_epoch) if self.reply is None else self.reply
 
     def attached(self) -> Attached:
         return Attached(

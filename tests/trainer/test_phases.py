@@ -55,12 +55,9 @@ def test_every_nanosecond_is_in_one_phase(page: ProgressPage) -> None:
 
 
 @pytest.mark.parametrize("ns", [0, 511, 512, 1023, 1024, 50_000_000, 10**13])
-def test_the_worker_counts_in_the_buckets_that_the_agent_reads(
-    page: ProgressPage, ns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_counts_in_the_buckets_that_the_agent_reads(page: ProgressPage, ns: int) -> None:
     clock = iter([1_000, 1_000 + ns])
-    monkeypatch.setattr(phases, "_now", lambda: next(clock))
-    PhaseWriter(page.path).enter(phases.DATA)
+    PhaseWriter(page.path, now=lambda: next(clock)).enter(phases.DATA)
     counts = read(page).buckets(Phase.START)
     assert [index for index, count in enumerate(counts) if count] == [min(bucket_of(ns), layout.NUM_BUCKETS - 1)]
 
@@ -88,13 +85,10 @@ def test_the_script_knows_its_step_better_than_a_checkpoint_and_that_better_than
     assert read(page).step == 7
 
 
-def test_what_is_computed_in_a_step_is_told_apart_from_steps_with_a_save(
-    page: ProgressPage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_computed_in_a_step_is_told_apart_from_steps_with_a_save(page: ProgressPage) -> None:
     """Around the save files are opened and closed, in a phase that looks like computing."""
     now = [0]
-    monkeypatch.setattr(phases, "_now", lambda: now[0])
-    writer = PhaseWriter(page.path)
+    writer = PhaseWriter(page.path, now=lambda: now[0])
     writer.enter(phases.FORWARD)
 
     def stay(ns: int) -> None:

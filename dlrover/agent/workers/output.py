@@ -22,7 +22,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dlrover.agent.config import Streams, WorkerLogConfig
-from dlrover.agent.workers.stream_copies import TAIL_BYTES, Copy, HeldWords, Pump, Sink
+from dlrover.agent.workers.stream_copies import (
+    LONGEST_HELD,
+    MAX_HELD_BYTES,
+    TAIL_BYTES,
+    Copy,
+    HeldWords,
+    Pump,
+    Sink,
+)
 from dlrover.protocol.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -107,6 +115,8 @@ class WorkerOutput:
         runtime_dir: str,
         patience: float = PATIENCE,
         longest: float = LONGEST,
+        longest_held: float = LONGEST_HELD,
+        max_held_bytes: int = MAX_HELD_BYTES,
     ) -> None:
         self._config = config
         self._longest = longest
@@ -115,7 +125,8 @@ class WorkerOutput:
         self._run_id = run_id
         self._runtime_dir = runtime_dir
         self._run_dir = ""
-        self._pump = Pump()
+        self._pump = Pump(longest_held=longest_held)
+        self._max_held_bytes = max_held_bytes
         self._current: list[WorkerFiles] = []
         self._filtered: dict[int, Sink] = {}
 
@@ -323,7 +334,7 @@ class WorkerOutput:
             file=Sink(path, None, is_continued=True) if path else None,
             filtered=None if usual is None else usual.filtered,
             needles=() if usual is None else usual.needles,
-            held=HeldWords(global_rank, kept),
+            held=HeldWords(global_rank, kept, self._max_held_bytes),
             before=usual,
         )
         copy.descriptor, files.held_writer = os.pipe2(os.O_CLOEXEC)

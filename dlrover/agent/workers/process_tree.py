@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dlrover.agent.workers.cgroups import Cgroups
 from dlrover.agent.workers.endings import has_memory_for, held_by
-from dlrover.agent.workers.sigterm import LOOK_EVERY, Handler, Reaction, caught_signals
+from dlrover.agent.workers.sigterm import ACCELERATORS, LOOK_EVERY, Handler, Reaction, caught_signals
 from dlrover.host.processes import RunningProcess, all_processes, below, descendants, look_up, open_pidfd
 from dlrover.host.shared_page.death_notice import DeathNotice
 from dlrover.host.signals import send_signal
@@ -39,9 +39,6 @@ _log = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
 
-GRACE_WITHOUT_HANDLER = 0.2
-GRACE_AFTER_FAILURE = 3.0
-GRACE_FOR_MEMBERSHIP = 5.0
 _KILL_DEADLINE = 10.0
 """
 Seconds to wait for processes after SIGKILL; one that sleeps uninterruptibly in the kernel cannot be waited for for
@@ -51,6 +48,18 @@ ever.
 
 _LAST_WORDS = 0.5
 """Seconds before SIGKILL at which a worker that had time enough to end is looked at."""
+
+
+class Graces(NamedTuple):
+    """Seconds between the signal and SIGKILL, at most, where the job does not end."""
+
+    without_handler: float = 0.2
+    """After a failure. The default action needs no time at all."""
+    after_failure: float = 3.0
+    for_membership: float = 5.0
+
+
+GRACES = Graces()
 
 
 class Exit(NamedTuple):
@@ -147,9 +156,19 @@ class ProcessTree:
     and is stopped with the workers; one that leaves a child behind in our session leaves a zombie there until we end.
     """
 
-    def __init__(self, keep: Callable[[], Collection[int]] = tuple, *, cgroups: Cgroups | None = None) -> None:
+    def __init__(
+        self,
+        keep: Callable[[], Collection[int]] = tuple,
+        *,
+        cgroups: Cgroups | None = None,
+        graces: Graces = GRACES,
+        accelerators: tuple[str, ...] = ACCELERATORS,
+    ) -> None:
+        """`accelerators`: how the paths of devices begin whose users compute while they wait for them."""
         import asyncio
 
+        self._graces = graces
+        self._accelerators = accelerators
         self._keep = keep
         self._cgroups = cgroups
         self._loop = asyncio.get_running_loop()
@@ -312,6 +331,9 @@ class ProcessTree:
         }
         return below(own_pid, processes, helpers.union(self._keep()))
 
+    def _stop_of(self, process: RunningProcess, cause: StopCause, shutdown_timeout: float) -> _Stop:
+        return _Stop(process, cause, shutdown_timeout, graces=self._graces, accelerators=self._accelerators)
+
     async def stop(
         self,
         pids: Iterable[int],
@@ -335,10 +357,10 @@ class ProcessTree:
         import asyncio
 
         watches = [watch for watch in (self._watched.get(pid) for pid in pids) if watch is not None]
-        stops = [(watch, _Stop(watch.process, cause, shutdown_timeout)) for watch in watches]
+        stops = [(watch, self._stop_of(watch.process, cause, shutdown_timeout)) for watch in watches]
         signalled = self._of_workers()
         wrapped = [
-            _Stop(process, cause, shutdown_timeout)
+            self._stop_of(process, cause, shutdown_timeout)
             for process in _with_handler([watch.process for watch in watches], signalled, number)
         ]
         # Not only what is below the workers now: what they left to us (daemons) belongs to them as well.
@@ -482,10 +504,18 @@ class _Watch:
 class _Stop:
     """How long one process is waited for before SIGKILL. Built before the signal is sent."""
 
-    def __init__(self, process: RunningProcess, cause: StopCause, shutdown_timeout: float) -> None:
+    def __init__(
+        self,
+        process: RunningProcess,
+        cause: StopCause,
+        shutdown_timeout: float,
+        *,
+        graces: Graces,
+        accelerators: tuple[str, ...],
+    ) -> None:
         self.process = process
-        self._reaction = Reaction(process.pid)
-        self._limit = longest_grace(cause, self._reaction.handler, shutdown_timeout)
+        self._reaction = Reaction(process.pid, accelerators=accelerators)
+        self._limit = longest_grace(cause, self._reaction.handler, shutdown_timeout, graces=graces)
         self._is_observed = cause is StopCause.FAILURE and self._reaction.handler is Handler.ANNOUNCED
         self.given = min(LOOK_EVERY, self._limit) if self._is_observed else self._limit
         """Seconds after the signal, so far."""
@@ -531,14 +561,20 @@ def _with_handler(
     return [process for process in own.values() if is_own(process)]
 
 
-def longest_grace(cause: StopCause, handler: Handler, shutdown_timeout: float) -> float:
+def longest_grace(
+    cause: StopCause,
+    handler: Handler,
+    shutdown_timeout: float,
+    *,
+    graces: Graces = GRACES,
+) -> float:
     """Seconds between the signal and SIGKILL, at most."""
     match cause:
         case StopCause.FAILURE:
-            # The job waits for us. Without a handler the default action needs no time at all.
-            grace = GRACE_WITHOUT_HANDLER if handler is Handler.NONE else GRACE_AFTER_FAILURE
+            # The job waits for us.
+            grace = graces.without_handler if handler is Handler.NONE else graces.after_failure
             return min(grace, shutdown_timeout)
         case StopCause.MEMBERSHIP:
-            return min(GRACE_FOR_MEMBERSHIP, shutdown_timeout)
+            return min(graces.for_membership, shutdown_timeout)
         case StopCause.END_OF_JOB | StopCause.PREEMPTION:
             return shutdown_timeout

@@ -50,8 +50,9 @@ class Handler(enum.Enum):
 class Reaction:
     """What a worker makes of SIGTERM. Built before the signal is sent."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, *, accelerators: tuple[str, ...] = ACCELERATORS) -> None:
         self._pid = pid
+        self._accelerators = accelerators
         caught = caught_signals(pid)
         if signal.SIGTERM not in caught:
             self.handler = Handler.NONE
@@ -73,7 +74,7 @@ class Reaction:
         if now.state == "D":
             return True  # in the middle of a disk's or a network file system's work
         is_running = now.state == "R" or now.cpu_seconds - before.cpu_seconds >= _COMPUTING * elapsed
-        return is_running and not _uses_accelerator(self._pid)
+        return is_running and not _uses_any(self._pid, self._accelerators)
 
 
 def caught_signals(pid: int) -> frozenset[int]:
@@ -86,9 +87,9 @@ def caught_signals(pid: int) -> frozenset[int]:
     return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
 
 
-def _uses_accelerator(pid: int) -> bool:
+def _uses_any(pid: int, devices: tuple[str, ...]) -> bool:
     folder = f"/proc/{pid}/fd"
     try:
-        return any(os.readlink(f"{folder}/{name}").startswith(ACCELERATORS) for name in os.listdir(folder))
+        return any(os.readlink(f"{folder}/{name}").startswith(devices) for name in os.listdir(folder))
     except OSError:
         return False  # gone, or a descriptor closed under our eyes

@@ -55,7 +55,7 @@ _MAX_ATTEMPTS = 3
 A request that has outlived so many zygotes is refused; so many zygotes dead before their first word: no more warm
 ones.
 """
-_RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
+RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """
 Seconds between attempts to start a zygote when the kernel has no memory or no process for it. Afterwards only a request
 for a worker tries again.
@@ -77,6 +77,7 @@ class Spawner:
         search_path: str = "",
         environ: Mapping[bytes, bytes] | None = None,
         cgroups: str = "",
+        restart_delays: Sequence[float] = RESTART_DELAYS,
     ) -> None:
         self._interpreter = interpreter or sys.executable
         self._wants_warm = is_warm and os.path.abspath(self._interpreter) == os.path.abspath(sys.executable)
@@ -86,6 +87,7 @@ class Spawner:
         self._environ = dict(os.environb if environ is None else environ)
         self._users_limit = UsersLimit()
         self._cgroups = cgroups
+        self._restart_delays = tuple(restart_delays)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._frames = FrameBuffer()
@@ -112,6 +114,7 @@ class Spawner:
         search_path: str = "",
         environ: Mapping[bytes, bytes] | None = None,
         cgroups: str = "",
+        restart_delays: Sequence[float] = RESTART_DELAYS,
     ) -> Spawner:
         """
         Become a subreaper and have a zygote begin its imports. Returns at once.
@@ -127,6 +130,7 @@ class Spawner:
             search_path=search_path,
             environ=environ,
             cgroups=cgroups,
+            restart_delays=restart_delays,
         )
         spawner._start_zygote()
         return spawner
@@ -413,7 +417,7 @@ class Spawner:
                     "The process that starts workers failed several times in a row. The log above has its last lines."
                 )
                 return
-        self._keep_trying(_RESTART_DELAYS)
+        self._keep_trying(self._restart_delays)
 
     def _keep_trying(self, delays: Sequence[float]) -> None:
         """Start a zygote; as long as the kernel refuses, try again after these delays."""

@@ -76,6 +76,7 @@ class HeldWords:
     global_rank: int
     kept_at: str
     """File for what the console does not get; empty: another file has it already, or none is wanted."""
+    max_bytes: int = MAX_HELD_BYTES
     text: bytearray = field(default_factory=bytearray)
     since: float = 0.0
     """On the monotonic clock, when it began to speak; 0: it has not."""
@@ -145,7 +146,7 @@ class Copy:
         if self.held is not None:
             self.held.since = self.held.since or time.monotonic()
             self.held.text += data
-            if len(self.held.text) > MAX_HELD_BYTES:
+            if len(self.held.text) > self.held.max_bytes:
                 self.settle(is_shown=True)
             return
         try:
@@ -174,7 +175,8 @@ class Pump:
     would soon wait for ever in the middle of a line. A stream that cannot be passed on is given up alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, longest_held: float = LONGEST_HELD) -> None:
+        self._longest_held = longest_held
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         """
@@ -244,7 +246,7 @@ class Pump:
         os.close(self._wake_writer)
 
     def _stop(self) -> None:
-        self._show_held(time.monotonic() + LONGEST_HELD)  # nobody will decide any more, and nothing is lost
+        self._show_held(time.monotonic() + self._longest_held)  # nobody will decide any more, and nothing is lost
         self._is_closing = True
 
     def _note_held(self, copy: Copy) -> None:
@@ -253,7 +255,7 @@ class Pump:
 
     def _show_held(self, now: float) -> None:
         """What was held for too long."""
-        while self._held and (self._held[0].held is None or now >= self._held[0].held.since + LONGEST_HELD):
+        while self._held and (self._held[0].held is None or now >= self._held[0].held.since + self._longest_held):
             self._settle(self._held.pop(0), is_shown=True)
 
     def _settle(self, copy: Copy, *, is_shown: bool) -> None:
@@ -271,7 +273,7 @@ class Pump:
 
     def _run(self) -> None:
         while not self._is_closing:
-            overdue_at = self._held[0].held.since + LONGEST_HELD if self._held and self._held[0].held else None
+            overdue_at = self._held[0].held.since + self._longest_held if self._held and self._held[0].held else None
             for key, _events in self._selector.select(None if overdue_at is None else overdue_at - time.monotonic()):
                 if key.data is None:
                     os.read(self._wake_reader, 4096)

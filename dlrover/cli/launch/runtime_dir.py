@@ -139,11 +139,20 @@ class NodeDirectory:
     Raises `ConfigError` where it cannot be had, and then leaves nothing behind.
     """
 
-    def __init__(self, root: str, job_name: str, launch: str, *, others: Iterator[str] | None = None) -> None:
-        """`others`: names to take instead, while jobs with the ones before run here."""
+    def __init__(
+        self,
+        root: str,
+        job_name: str,
+        launch: str,
+        *,
+        others: Iterator[str] | None = None,
+        patience: float = LOCK_TIMEOUT,
+    ) -> None:
+        """`others`: names to take instead, while jobs with the ones before run here. `patience`: seconds for a lock."""
         self._root = root
+        self._patience = patience
         self._claims: list[int] = []
-        with locked(root):
+        with locked(root, patience=patience):
             self.job_name, self.job_dir = job_name, job_directory(root, job_name)
             while others is not None and _is_taken(self.job_dir) and (another := next(others, "")):
                 self.job_name, self.job_dir = another, job_directory(root, another)
@@ -162,7 +171,7 @@ class NodeDirectory:
         """Two locks that end with this process: one says that we live, the other keeps tidy systems off our files."""
         life = _open_for_life(os.path.join(self.path, LIFE_FILE), os.O_RDWR | os.O_CREAT)
         self._claims.append(life)
-        if not _take(life, LOCK_TIMEOUT):  # not at once: somebody who lists the directories may be looking at it
+        if not _take(life, self._patience):  # not at once: somebody who lists the directories may be looking at it
             raise BlockingIOError(errno.EWOULDBLOCK, f"another process holds {LIFE_FILE}")
         # systemd removes what has not been touched for ten days from temporary directories, but for those locked.
         root = _open_for_life(self._root, os.O_RDONLY | os.O_DIRECTORY)
@@ -185,7 +194,7 @@ class NodeDirectory:
     def share_token(self) -> str:
         """The token that launchers of this user on this host share for this job; the first of them makes it."""
         path = os.path.join(self.job_dir, TOKEN_FILE)
-        with locked(self._root), explained(self.job_dir):
+        with locked(self._root, patience=self._patience), explained(self.job_dir):
             try:
                 with open(path, encoding="ascii") as file:
                     return file.read().strip()
@@ -200,7 +209,7 @@ class NodeDirectory:
             self._release()  # somebody cleared the whole temporary directory
             return
         try:
-            with locked(self._root):
+            with locked(self._root, patience=self._patience):
                 self._remove_files()
         except ConfigError as error:
             _remove_node(self.path)  # ours alone; only the listing needs the lock
@@ -230,13 +239,12 @@ def _is_taken(job_dir: str) -> bool:
 
 
 @contextlib.contextmanager
-def locked(root: str, *, patience: float | None = None) -> Iterator[None]:
+def locked(root: str, *, patience: float = LOCK_TIMEOUT) -> Iterator[None]:
     """
     Guards the listing of a user's jobs; held for some file operations only, by separate processes (so no queue).
 
-    Raises `ConfigError` if its holder does not let go within the patience (`LOCK_TIMEOUT`).
+    Raises `ConfigError` if its holder does not let go within so many seconds.
     """
-    patience = LOCK_TIMEOUT if patience is None else patience
     path = os.path.join(root, ".lock")
     with explained(root):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -382,7 +390,7 @@ def list_nodes(root: str) -> tuple[list[tuple[str, DirectoryOwner]], list[LeftBe
 
 
 def reap(
-    root: str, *, older_than: float = STALE_AFTER, patience: float | None = None, job_dir: str = ""
+    root: str, *, older_than: float = STALE_AFTER, patience: float = LOCK_TIMEOUT, job_dir: str = ""
 ) -> list[LeftBehind]:
     """
     Remove what dead launchers left: their processes first, then their directories. Returns what was removed.

@@ -237,8 +237,8 @@ def place_of(rdzv: Rendezvous, node: NodeId) -> tuple[int, int]:
 
 
 def has_spare(rdzv: Rendezvous) -> bool:
-    """Whether a node outside the newest world waits, warm."""
-    return rdzv.world is not None and any(node not in rdzv.group_ranks for node in rdzv.waiting)
+    """Whether a node outside the newest world waits, warm. Asked in each turn while a node is missed: not with a loop of our own."""
+    return rdzv.world is not None and not rdzv.waiting.keys() <= rdzv.group_ranks.keys()
 
 
 def outsiders(rdzv: Rendezvous) -> list[NodeId]:

@@ -78,8 +78,10 @@ class Journal:
         decision_version: int,
         archive_bytes: int = ARCHIVE_BYTES,
         max_pages: int = 0,
+        busy_timeout: float = BUSY_TIMEOUT,
     ) -> None:
         """`max_pages` bounds the file, as a small disk would; 0: no bound."""
+        self._busy_timeout = busy_timeout
         self.path = path
         self._job_name = job_name
         self._decision_version = decision_version
@@ -181,7 +183,7 @@ class Journal:
         # It contains what users' programs logged: for its owner only. SQLite gives its side files the same mode.
         os.close(open_checked(str(self.path), os.O_RDWR | os.O_CREAT))
         connection = sqlite3.connect(
-            self.path, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False, cached_statements=32
+            self.path, timeout=self._busy_timeout, isolation_level=None, check_same_thread=False, cached_statements=32
         )
         network = network_filesystem(self.path)
         if network is not None:

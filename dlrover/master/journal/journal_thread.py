@@ -17,7 +17,7 @@ from typing import TypeVar
 from dlrover.core.commit_order import JournalCorrupt, RecordBatch, replay
 from dlrover.core.job import DECISION_VERSION, Job
 from dlrover.master.journal.filesystem import network_filesystem
-from dlrover.master.journal.journal import ADVICE, Journal, JournalError, Stored
+from dlrover.master.journal.journal import ADVICE, BUSY_TIMEOUT, Journal, JournalError, Stored
 from dlrover.protocol.errors import Unavailable
 
 T = TypeVar("T")
@@ -38,12 +38,20 @@ class JournalThread:
         """Hears how many seconds each commit took."""
 
     @classmethod
-    async def open(cls, path: Path, *, job_name: str, max_pages: int = 0) -> JournalThread:
+    async def open(
+        cls, path: Path, *, job_name: str, max_pages: int = 0, busy_timeout: float = BUSY_TIMEOUT
+    ) -> JournalThread:
         """Takes the journal over from every earlier master. Raises Unavailable or JournalError."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
         def start() -> Journal:
-            return Journal(path, job_name=job_name, decision_version=DECISION_VERSION, max_pages=max_pages)
+            return Journal(
+                path,
+                job_name=job_name,
+                decision_version=DECISION_VERSION,
+                max_pages=max_pages,
+                busy_timeout=busy_timeout,
+            )
 
         try:
             return cls(thread, await asyncio.get_running_loop().run_in_executor(thread, start))

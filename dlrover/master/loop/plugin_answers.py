@@ -28,6 +28,11 @@ class PluginAnswers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_order_old = False
 
+    @property
+    def time_limit(self) -> float:
+        """Seconds for one answer."""
+        return self._topology.time_limit
+
     def run(self, asked: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(asked)
         self._tasks.add(task)

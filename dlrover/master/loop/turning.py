@@ -23,7 +23,6 @@ from dlrover.master.loop.presence import Presence
 from dlrover.master.loop.request import Work
 from dlrover.master.loop.streams import AgentLine, AgentLines
 from dlrover.master.loop.turn import NO_SPIN, Turn, finding_of
-from dlrover.master.topology_plugins import TIME_LIMIT
 from dlrover.master.view.bookkeeper import Bookkeeper
 from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected, Unavailable
@@ -155,7 +154,9 @@ class Turning:
 
     def _await_order(self, work: Work) -> Iterator[Work]:
         if isinstance(work.body, Attach) and self._plugin_answers.is_order_missing(work.body):
-            yield Work(AwaitOrder(limit=2 * TIME_LIMIT))  # the answer may first come for the nodes before it
+            yield Work(
+                AwaitOrder(limit=2 * self._plugin_answers.time_limit)
+            )  # the answer may first come for the nodes before it
 
     def _account(self, now: Micros, before: Command | Query | None = None) -> Iterator[Work]:
         """What the bookkeeper has to journal."""

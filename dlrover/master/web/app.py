@@ -32,7 +32,7 @@ from dlrover.master.web.hosts import Hosts
 from dlrover.master.web.logs import BadName, LogReader, NoLog
 from dlrover.master.web.old_paths import OldPaths
 from dlrover.master.web.questions import ASK_PATH, JsonQuestions
-from dlrover.master.web.stream import EventStream
+from dlrover.master.web.stream import STUCK, EventStream
 from dlrover.protocol.codec import Question
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.job import Reply
@@ -105,13 +105,16 @@ class Web:
         metrics: Callable[[], Awaitable[bytes]],
         metrics_type: str,
         hosts: Hosts | None = None,
+        stuck: float = STUCK,
     ) -> None:
+        """`stuck`: seconds that a reader of the stream may take for what was sent to it."""
         self._gatherer = gatherer
         self._access = access
         self._ask = ask
         self._logs = logs
         self._metrics = metrics
         self._metrics_type = metrics_type
+        self._stuck = stuck
         self._hosts = Hosts() if hosts is None else hosts
         self._callers = _Callers(access, self._hosts)
         self._files = _load_files()
@@ -220,7 +223,7 @@ class Web:
             raise HTTPException(503, f"{MAX_VIEWERS} people are looking already.", {"Retry-After": "10"})
         headers = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        return EventStream(self._gatherer, request.headers.get("last-event-id", ""), raw)
+        return EventStream(self._gatherer, request.headers.get("last-event-id", ""), raw, stuck=self._stuck)
 
     async def _nodes(self, request: Request) -> Response:
         """A part of the nodes, for jobs with many."""

@@ -18,7 +18,6 @@ from dlrover.master.view.gatherer import Gatherer
 KEEP_ALIVE = 15.0
 """Seconds without news after which a comment is sent: proxies close silent connections."""
 STUCK = 30.0
-"""Seconds that a reader may take for what was sent to it."""
 RETRY_MILLIS = 1000
 """After which a browser comes back."""
 
@@ -26,8 +25,12 @@ RETRY_MILLIS = 1000
 class EventStream:
     """An ASGI response."""
 
-    def __init__(self, gatherer: Gatherer, last_event_id: str, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self, gatherer: Gatherer, last_event_id: str, headers: list[tuple[bytes, bytes]], *, stuck: float = STUCK
+    ) -> None:
+        """`stuck`: seconds that the reader may take for what was sent to it."""
         self._gatherer = gatherer
+        self._stuck = stuck
         self._since = _version_of(last_event_id, gatherer.board.life)
         self._headers = headers
 
@@ -49,24 +52,23 @@ class EventStream:
 
     async def _write(self, send: Send) -> None:
         board = self._gatherer.board
-        await _send(send, f"retry: {RETRY_MILLIS}\n\n".encode())
+        await self._send(send, f"retry: {RETRY_MILLIS}\n\n".encode())
         since = self._since
         with contextlib.suppress(TimeoutError, OSError):
             while True:
                 if board.version > since or not since:
                     version, data = board.version, board.encoded(since)
                     since = version
-                    await _send(send, b"id: %s-%d\ndata: %s\n\n" % (board.life.encode(), version, data))
+                    await self._send(send, b"id: %s-%d\ndata: %s\n\n" % (board.life.encode(), version, data))
                 elif board.is_closed:
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                     return
                 elif not await board.wait_beyond(since, KEEP_ALIVE):
-                    await _send(send, b": nothing new\n\n")
+                    await self._send(send, b": nothing new\n\n")
 
-
-async def _send(send: Send, body: bytes) -> None:
-    async with asyncio.timeout(STUCK):
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send(self, send: Send, body: bytes) -> None:
+        async with asyncio.timeout(self._stuck):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -12,7 +12,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator
 
-_BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 MOST_ENTRIES = 1 << 20
 FIRST_STRIDE = 16
 
@@ -65,8 +65,10 @@ class RecordIndex:
         delimiter: bytes = b",",
         skips_blank: bool = False,
         most_entries: int = MOST_ENTRIES,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self._read = read
+        self._block_bytes = block_bytes
         self._quoted = QuotedLines(quote, delimiter) if quote else None
         self._skips_blank = skips_blank
         self._most = most_entries
@@ -108,7 +110,7 @@ class RecordIndex:
 
     def _next_block(self, size: int) -> bytes:
         """Where there are quotes: whole lines, so that only whether the end is quoted has to be remembered."""
-        length = _BLOCK
+        length = self._block_bytes
         while True:
             end = min(self.looked_to + length, size)
             block = self._read(self.looked_to, end)

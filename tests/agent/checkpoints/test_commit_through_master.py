@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from dlrover.agent.checkpoints import break_points
 from dlrover.agent.checkpoints.saver import Saver, SaverConfig
 from dlrover.protocol.messages.checkpoint import (
     CheckpointFailed,
@@ -32,11 +31,14 @@ from dlrover.snapshot.memory.mirror import copy_path
 from dlrover.snapshot.memory.segment import SegmentWriter, SlotName
 from dlrover.snapshot.memory.segment_format import Owner
 from dlrover.snapshot.storage.commit import read_global_manifest
-from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request, persist
+from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request
 from dlrover.snapshot.storage.storage import LocalStorage
 from dlrover.trainer.torch.flash_checkpoint.encoding.tensor_copies import StateWriter
 from tests.agent.checkpoints.save_lab import CoreInHand
 from tests.agent.lab import DEADLINE
+from tests.small_disk import mounted
+
+TOO_MANY = 400_000
 
 
 class Node:
@@ -67,7 +69,9 @@ class Node:
         self.heard.append(news)
         self.has_heard.set()
 
-    def save(self, step: int, *, is_storage: bool = True, shard: int | None = None, **changes: Any) -> SlotName:
+    def save(
+        self, step: int, *, is_storage: bool = True, shard: int | None = None, num_values: int = 1000, **changes: Any
+    ) -> SlotName:
         shard = self.shard if shard is None else shard
         fields: dict[str, Any] = {
             "directory": str(self.directory),
@@ -82,7 +86,7 @@ class Node:
             "is_committer": shard == 0,
         } | changes
         name = self.writer.save(
-            {"model_states": {"step": torch.full((1000,), step)}},
+            {"model_states": {"step": torch.full((num_values,), step)}},
             step=step,
             round_=1,
             paths={"model_states": f"rank_{shard}.pt"},
@@ -172,20 +176,19 @@ async def test_the_committer_may_be_any_writer(make: Make) -> None:
     assert second.settled() == [(3, True)]
 
 
-async def test_a_full_disk_is_reported_once_and_the_others_need_not_wait(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[None]:
+    """Checkpoints go to a file system that has no room for `TOO_MANY` values."""
+    with mounted(tmp_path / "checkpoints"):
+        yield
+
+
+@pytest.mark.usefixtures("small_disk")
+async def test_a_full_disk_is_reported_once_and_the_others_need_not_wait(make: Make) -> None:
     core = CoreInHand("a", "b")
     first, second = make(core)
-
-    def fail(pinned: Any, request: SaveRequest, **options: Any) -> str:
-        if request.shard == 1 and request.step == 3:
-            raise OSError(28, "No space left on device")
-        return persist(pinned, request, **options)
-
-    monkeypatch.setattr("dlrover.agent.checkpoints.saver.persist", fail)
     first.save(3)
-    second.save(3)
+    second.save(3, num_values=TOO_MANY)
     await first.idle()
     await second.idle()
     assert tracker(first) == ""
@@ -202,27 +205,21 @@ async def test_a_full_disk_is_reported_once_and_the_others_need_not_wait(
     assert core.scene.job.status().checkpoints.trouble is None
 
 
+@pytest.mark.usefixtures("small_disk")
 async def test_a_save_that_began_before_a_failure_does_not_have_it_reported_again(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was written while storage was well, and waited for the other node since."""
     core = CoreInHand("a", "b")
     first, second = make(core)
-
-    def fail(pinned: Any, request: SaveRequest, **options: Any) -> str:
-        if request.step > 3:
-            raise OSError(28, "No space left on device")
-        return persist(pinned, request, **options)
-
-    monkeypatch.setattr("dlrover.agent.checkpoints.saver.persist", fail)
     first.save(3)
     await core.until_told(ShardWritten)
-    first.save(4)
+    first.save(4, num_values=TOO_MANY)
     await core.until_told(CheckpointFailed)
     second.save(3)
     await first.idle()
     assert tracker(first) == "3"
-    first.save(5)
+    first.save(5, num_values=TOO_MANY)
     await first.idle()
     assert [record.getMessage()[:24] for record in caplog.records if record.levelname == "ERROR"] == [
         "the checkpoint of step 4"
@@ -316,10 +313,7 @@ async def test_a_node_that_is_taken_away_writes_its_part_while_it_goes(make: Mak
     await second.saver.drain(is_hurried=True)
 
 
-async def test_without_a_word_of_the_master_each_writes_what_it_has(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(break_points, "DECISION", 0.05)
+async def test_without_a_word_of_the_master_each_writes_what_it_has(make: Make) -> None:
     core = CoreInHand("a", "b")
     first, second = make(core, is_saving_at_break_points=True)
     for node in (first, second):

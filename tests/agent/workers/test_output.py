@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dlrover.agent.config import WorkerLogConfig
-from dlrover.agent.workers import stream_copies
 from dlrover.agent.workers.output import LONGEST, TAIL_BYTES, WorkerFiles, WorkerOutput
+from dlrover.agent.workers.stream_copies import LONGEST_HELD, MAX_HELD_BYTES
 from dlrover.protocol.errors import ConfigError
 from tests.agent.lab import DEADLINE, descriptors, until
 
@@ -26,7 +26,14 @@ Maker = Callable[..., WorkerOutput]
 async def make(tmp_path: Path) -> AsyncIterator[Maker]:
     made: list[WorkerOutput] = []
 
-    def make(*, patience: float = DEADLINE, longest: float = LONGEST, **config: Any) -> WorkerOutput:
+    def make(
+        *,
+        patience: float = DEADLINE,
+        longest: float = LONGEST,
+        longest_held: float = LONGEST_HELD,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        **config: Any,
+    ) -> WorkerOutput:
         runtime_dir = tmp_path / "runtime"
         runtime_dir.mkdir(exist_ok=True)
         output = WorkerOutput(
@@ -36,6 +43,8 @@ async def make(tmp_path: Path) -> AsyncIterator[Maker]:
             runtime_dir=str(runtime_dir),
             patience=patience,
             longest=longest,
+            longest_held=longest_held,
+            max_held_bytes=max_held_bytes,
         )
         made.append(output)
         return output
@@ -384,7 +393,6 @@ async def test_one_stream_that_cannot_be_copied_does_not_end_the_copying_of_the_
 def test_a_console_that_is_gone_ends_nothing(tmp_path: Path) -> None:
     code = f"""
 import asyncio, os, sys
-from dlrover.agent.workers import stream_copies
 from dlrover.agent.config import WorkerLogConfig
 from dlrover.agent.workers.output import WorkerOutput
 async def main():
@@ -459,13 +467,12 @@ async def test_what_nobody_decides_about_is_shown_in_the_end(tmp_path: Path, cap
     assert capfd.readouterr().err == TRACEBACK
 
 
-@pytest.mark.parametrize("limit", ["LONGEST_HELD", "MAX_HELD_BYTES"])
+@pytest.mark.parametrize("limit", [{"longest_held": 0.05}, {"longest_held": 2 * DEADLINE, "max_held_bytes": 10}])
 async def test_nothing_is_held_for_too_long_or_too_much_of_it(
-    make: Maker, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit: str
+    make: Maker, capfd: pytest.CaptureFixture[str], limit: dict[str, Any]
 ) -> None:
     """A worker may hang after its last words, or not stop to speak."""
-    monkeypatch.setattr(stream_copies, limit, 0.05 if limit == "LONGEST_HELD" else 10)
-    output = make()
+    output = make(**limit)
     (zero,) = output.open_attempt(0, [0])
     lament(zero)
     await until(lambda: os.fstat(2).st_size >= len(BEFORE + TRACEBACK))  # `capfd` loses what is written while it reads

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -11,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent.workers import process_tree
-from dlrover.agent.workers.process_tree import ProcessTree
+from dlrover.agent.workers.process_tree import Graces, ProcessTree
 from dlrover.agent.workers.spawner import Spawner
-from dlrover.host import processes
 from dlrover.host.processes import descendants, look_up
 from dlrover.protocol.messages.job import StopCause
 from tests.agent.lab import DEADLINE, is_alive, is_gone, start_process, until, write
@@ -104,12 +103,13 @@ async def test_a_stop_reaches_children_in_other_sessions_and_daemons(
 
 
 @pytest.mark.parametrize("cause", StopCause)
+@pytest.mark.parametrize(
+    "tree_options", [{"graces": Graces(after_failure=2 * DEADLINE, for_membership=2 * DEADLINE)}], ids=["patient"]
+)
 async def test_a_program_behind_a_shell_that_dies_first_may_still_use_its_handler(
-    tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: StopCause
+    tree: ProcessTree, tmp_path: Path, cause: StopCause
 ) -> None:
     """Its own child would have as much time, if it were taken for a program, too."""
-    for grace in ("GRACE_AFTER_FAILURE", "GRACE_FOR_MEMBERSHIP"):
-        monkeypatch.setattr(process_tree, grace, 2 * DEADLINE)
     script, report, saved = write(tmp_path / "saver.py", SAVER), tmp_path / "pid", tmp_path / "saved"
     command = f"{sys.executable} {script} {report} {saved}; :"
     environ = {**os.environ, "ADOPTER": str(os.getpid())}
@@ -209,7 +209,10 @@ async def test_helpers_and_what_is_below_them_outlive_the_workers_and_end_with_u
 async def test_without_pidfds_the_exit_arrives_by_sigchld(
     tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "HAS_PIDFD", False)
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # as an old kernel does
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
     pid, family, exited = await start_family(tmp_path, tree)
     os.kill(pid, signal.SIGUSR1)
     assert (await asyncio.wait_for(exited, DEADLINE)).signal == signal.SIGUSR1

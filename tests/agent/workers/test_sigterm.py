@@ -6,21 +6,14 @@ import asyncio
 import os
 import signal
 import textwrap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from dlrover.agent.config import EntryKind
-from dlrover.agent.workers import process_tree, sigterm
-from dlrover.agent.workers.process_tree import (
-    GRACE_AFTER_FAILURE,
-    GRACE_WITHOUT_HANDLER,
-    Exit,
-    ProcessTree,
-    longest_grace,
-)
+from dlrover.agent.workers.process_tree import Exit, Graces, ProcessTree, longest_grace
 from dlrover.agent.workers.sigterm import LOOK_EVERY, Handler, Reaction
 from dlrover.agent.workers.spawner import Spawner
 from dlrover.host.processes import descendants, look_up
@@ -41,6 +34,8 @@ PRELUDE = """
 
 PATIENCE = DEADLINE
 """Seconds that a handler has in these tests after a failure: nobody needs them, whatever the machine does meanwhile."""
+PATIENT = Graces(after_failure=PATIENCE)
+WITH_ACCELERATOR: dict[str, Any] = {"graces": PATIENT, "accelerators": ("/dev/zero",)}
 
 
 class Started(NamedTuple):
@@ -52,9 +47,13 @@ Start = Callable[..., Awaitable[Started]]
 
 
 @pytest.fixture
-def start(tree: ProcessTree, spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+def tree_options() -> dict[str, Any]:
+    return {"graces": PATIENT}
+
+
+@pytest.fixture
+def start(tree: ProcessTree, spawner: Spawner, tmp_path: Path) -> Start:
     """Start a script after the prelude; it notes what it does in the test's directory. Returns when it has noted `ready`."""
-    monkeypatch.setattr(process_tree, "GRACE_AFTER_FAILURE", PATIENCE)
 
     async def start(source: str, *, by: Spawner = spawner, ready: str = "ready", **variables: str) -> Started:
         script = write(tmp_path / f"{ready}.py", textwrap.dedent(PRELUDE) + write_out(source))
@@ -110,7 +109,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 async def test_a_worker_inside_a_collective_is_not_waited_for(
-    start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collective: str
+    start: Start, tree: ProcessTree, kept: list[Callable[[], Collection[int]]], tmp_path: Path, collective: str
 ) -> None:
     source = """
         import torch, torch.distributed as dist
@@ -125,11 +124,11 @@ async def test_a_worker_inside_a_collective_is_not_waited_for(
     source = write_out(source) + write_out(COLLECTIVES[collective])
     stuck, peer = await asyncio.gather(*(start(source, ready=f"ready{rank}", RANK=str(rank)) for rank in range(2)))
     await until_asleep(stuck.pid)
-    with monkeypatch.context() as on_another_node:
-        # Its peer must outlive it: gloo leaves the collective when a connection breaks.
-        on_another_node.setattr(tree, "_keep", lambda keep=tree._keep: (*keep(), peer.pid))
-        given = await stop(tree, stuck.pid)
-        assert is_alive(peer.pid)
+    # Its peer, as if on another node, must outlive it: gloo leaves the collective when a connection breaks.
+    kept.append(lambda: (peer.pid,))
+    given = await stop(tree, stuck.pid)
+    assert is_alive(peer.pid)
+    kept.pop()
     # Usually for no longer than it is looked at; but the signal wakes it for an instant, which lasts while others have the processor.
     assert given[stuck.pid] < PATIENCE
     assert stuck.exit.result().signal == signal.SIGKILL
@@ -155,7 +154,7 @@ async def test_a_handler_that_saves_its_state_may_finish(start: Start, tree: Pro
 
 async def test_a_worker_without_a_handler_needs_no_time(start: Start, tree: ProcessTree) -> None:
     worker = await start("note('ready'); signal.pause()")
-    assert await stop(tree, worker.pid) == {worker.pid: GRACE_WITHOUT_HANDLER}
+    assert await stop(tree, worker.pid) == {worker.pid: PATIENT.without_handler}
     assert worker.exit.result().signal == signal.SIGTERM
 
 
@@ -188,12 +187,10 @@ def _ticks(stat: Path) -> int:
     return int(stat.read_text().rpartition(")")[2].split()[11])
 
 
-@pytest.mark.parametrize("has_accelerator", [True, False])
+@pytest.mark.parametrize(("tree_options", "has_accelerator"), [(WITH_ACCELERATOR, True), ({"graces": PATIENT}, False)])
 async def test_computing_means_nothing_where_waiting_for_a_device_looks_the_same(
-    start: Start, tree: ProcessTree, monkeypatch: pytest.MonkeyPatch, has_accelerator: bool
+    start: Start, tree: ProcessTree, has_accelerator: bool
 ) -> None:
-    if has_accelerator:
-        monkeypatch.setattr(sigterm, "ACCELERATORS", ("/dev/zero",))
     worker = await start(ENDLESS.format(""))
     await until_computing(worker.pid)
     limit = 2.5 * LOOK_EVERY
@@ -202,10 +199,8 @@ async def test_computing_means_nothing_where_waiting_for_a_device_looks_the_same
     assert worker.exit.result().signal == signal.SIGKILL
 
 
-async def test_the_handler_of_a_child_is_not_the_workers(
-    start: Start, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sigterm, "ACCELERATORS", ("/dev/zero",))
+@pytest.mark.parametrize("tree_options", [WITH_ACCELERATOR])
+async def test_the_handler_of_a_child_is_not_the_workers(start: Start, tree: ProcessTree, tmp_path: Path) -> None:
     child = """
     if os.fork() == 0:
         signal.signal(signal.SIGTERM, lambda *_: note("began"))
@@ -281,7 +276,7 @@ async def test_a_script_sees_its_own_handlers_only(start: Start, tree: ProcessTr
 
 def test_the_longest_grace_depends_on_the_cause() -> None:
     for handler in Handler:
-        expected = GRACE_WITHOUT_HANDLER if handler is Handler.NONE else GRACE_AFTER_FAILURE
+        expected = 0.2 if handler is Handler.NONE else 3.0
         assert longest_grace(StopCause.FAILURE, handler, 30) == expected
         assert longest_grace(StopCause.FAILURE, handler, 0.1) == 0.1
         assert longest_grace(StopCause.MEMBERSHIP, handler, 30) == 5.0

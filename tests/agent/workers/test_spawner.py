@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,22 @@ def idle_order(scratch: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def own_spawner(
-    tree: ProcessTree, spawner: Spawner, cold_spawner: Spawner, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Spawner]:
-    """A cold one, for tests that harm it."""
-    own = Spawner.start(is_warm=False)
-    others = (spawner, cold_spawner, own)
-    monkeypatch.setattr(tree, "_keep", lambda: [pid for each in others for pid in each.zygote_pids])
+async def own_spawner(kept: list[Callable[[], Collection[int]]], tmp_path: Path) -> AsyncIterator[Spawner]:
+    """A cold one, for tests that harm it. Its zygotes end at their start while there is a file `ill`."""
+    own = Spawner.start(
+        is_warm=False,
+        environ=python_with("import os; os.path.exists(os.environ['ILL']) and os._exit(3)", tmp_path),
+        restart_delays=(0.01, 0.02, 0.03),
+    )
+    kept.append(lambda: own.zygote_pids)
     yield own
     own.close()
+
+
+def python_with(code: str, folder: Path) -> dict[bytes, bytes]:
+    """An environment in which every Python runs this before all else. It may name files of the folder."""
+    write(folder / "python" / "sitecustomize.py", code)
+    return environment(PYTHONPATH=str(folder / "python"), ILL=str(folder / "ill"), TWIN=str(folder / "twin"))
 
 
 def test_starting_needs_neither_asyncio_nor_grpc() -> None:
@@ -147,19 +154,21 @@ async def test_a_worker_that_is_never_released_runs_nothing(
 
 
 async def test_where_no_zygote_survives_every_request_is_refused(
-    own_spawner: Spawner, tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_spawner: Spawner, tree: ProcessTree, tmp_path: Path
 ) -> None:
     order = idle_order(tmp_path)
-    with monkeypatch.context() as broken:
-        broken.setattr(spawner_module, "_CODE", "raise SystemExit(3)")
-        os.kill(own_spawner.zygote_pids[0], signal.SIGKILL)
-        for _round in range(2):
-            with pytest.raises(StartFailed, match=r"zygotes died|failed several times in a row"):
-                await asyncio.wait_for(own_spawner.spawn(**order), DEADLINE)
-        await until(lambda: not own_spawner.zygote_pids)
-        with pytest.raises(StartFailed, match="failed several times in a row"):
+    await until_prepared(own_spawner)
+    ill = tmp_path / "ill"
+    ill.touch()
+    os.kill(own_spawner.zygote_pids[0], signal.SIGKILL)
+    for _round in range(2):
+        with pytest.raises(StartFailed, match=r"zygotes died|failed several times in a row"):
             await asyncio.wait_for(own_spawner.spawn(**order), DEADLINE)
-        assert own_spawner.zygote_pids == ()
+    await until(lambda: not own_spawner.zygote_pids)
+    with pytest.raises(StartFailed, match="failed several times in a row"):
+        await asyncio.wait_for(own_spawner.spawn(**order), DEADLINE)
+    assert own_spawner.zygote_pids == ()
+    ill.unlink()
     ended = await run_worker(own_spawner, tree, write(tmp_path / "s.py", "print('well')"), scratch=tmp_path)
     assert ended.stdout == "well\n"
 
@@ -175,7 +184,6 @@ async def test_a_kernel_that_has_no_process_for_a_zygote_is_asked_again(
         num_refusals += 1
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(spawner_module, "_RESTART_DELAYS", (0.01, 0.02, 0.03))
     await until_prepared(own_spawner)
     former = own_spawner.zygote_pids[0]
     os.kill(former, signal.SIGSTOP)
@@ -208,36 +216,38 @@ async def test_a_kernel_that_has_no_process_for_a_zygote_is_asked_again(
     assert own_spawner._restart is None
 
 
-DIES_BEFORE_IT_ANSWERS = """
+DIES_AFTER_ITS_FIRST_FORK = """
 import os, signal
-from dlrover.trainer.worker import zygote
 
-tell = zygote._Zygote._tell
-
-def tell_or_die(self, number, pid):
+def note_own_pid():
     if not os.path.exists(os.environ["TWIN"]):
-        with open(os.environ["TWIN"], "w") as file:
-            file.write(str(pid))
-        os.kill(os.getpid(), signal.SIGKILL)
-    tell(self, number, pid)
+        with open(os.environ["TWIN"] + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(file.name, os.environ["TWIN"])
 
-zygote._Zygote._tell = tell_or_die
-zygote.main()
+def die():
+    if not os.path.exists(os.environ["ILL"]):
+        open(os.environ["ILL"], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+os.register_at_fork(after_in_parent=die, after_in_child=note_own_pid)
 """
 
 
 async def test_a_worker_that_nobody_heard_of_does_not_share_the_leash_of_its_twin(
-    tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tree: ProcessTree, kept: list[Callable[[], Collection[int]]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(spawner_module, "_CODE", DIES_BEFORE_IT_ANSWERS)
     twin = tmp_path / "twin"
-    spawner = Spawner.start(is_warm=False, environ=environment(TWIN=str(twin)))
-    monkeypatch.setattr(tree, "_keep", lambda keep=tree._keep: (*keep(), *spawner.zygote_pids))
+    spawner = Spawner.start(is_warm=False, environ=python_with(DIES_AFTER_ITS_FIRST_FORK, tmp_path))
+    kept.append(lambda: spawner.zygote_pids)
     try:
         marks = tmp_path / "marks"
         script = write(tmp_path / "s.py", f"import os; open({str(marks)!r}, 'a').write(f'{{os.getpid()}} ')")
         ended = await asyncio.wait_for(run_worker(spawner, tree, script, scratch=tmp_path), DEADLINE)
         assert ended.code == 0
+        assert (tmp_path / "ill").exists(), "the first zygote forked, and died"
+        await until(twin.exists)
+        assert int(twin.read_text()) != ended.pid
         await until(lambda: is_gone(int(twin.read_text())))
         assert marks.read_text() == f"{ended.pid} "
     finally:

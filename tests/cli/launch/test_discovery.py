@@ -170,9 +170,8 @@ def test_a_named_seat_is_claimed_even_while_nobody_listens(reserved_port: int) -
     ],
 )
 def test_a_port_that_another_program_uses_is_refused_and_the_variable_named(
-    listener: int, argv: list[str], environ: dict[str, str], source: str, monkeypatch: pytest.MonkeyPatch
+    listener: int, argv: list[str], environ: dict[str, str], source: str
 ) -> None:
-    monkeypatch.setattr(discovery, "PROBE_TIMEOUT", 0.2)
     ports = {"below": listener - 1, "taken": listener}
     argv = [word.format(**ports) for word in argv]
     environ = {name: value.format(**ports) for name, value in environ.items()}

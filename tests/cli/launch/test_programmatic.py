@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -28,6 +27,7 @@ from dlrover.cli.options.parser import parse
 from dlrover.cli.options.settings import build_settings
 from dlrover.protocol.errors import ConfigError
 from tests.cli.conftest import DEADLINE
+from tests.small_disk import mounted
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,8 @@ def test_a_second_interrupt_of_the_caller_kills_the_job(
 
 
 def test_a_full_disk_is_told_before_anything_starts(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setenv("TMPDIR", str(short_dir))
-    monkeypatch.setattr("dlrover.trainer.worker.function.write_call", refuse)
-    with pytest.raises(ConfigError, match=r"No space left.*TMPDIR"):
-        launch_agent(ElasticLaunchConfig(), print, [])
-    assert {path.name for path in short_dir.rglob("*") if path.is_file()} <= {".lock"}
+    with mounted(short_dir / "small") as disk:
+        monkeypatch.setenv("TMPDIR", str(disk))
+        with pytest.raises(ConfigError, match=r"No space left.*TMPDIR"):
+            launch_agent(ElasticLaunchConfig(), print, ["x" * 2_000_000])  # too long for the file that has the call
+        assert {path.name for path in disk.rglob("*") if path.is_file()} <= {".lock"}

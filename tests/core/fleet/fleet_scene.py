@@ -62,10 +62,17 @@ class FleetScene(Scene):
 
     @classmethod
     def of(
-        cls, count: int, min_nodes: int | None = None, *, limits: dict[str, float] | None = None, **spec: Any
+        cls,
+        count: int,
+        min_nodes: int | None = None,
+        *,
+        limits: dict[str, float] | None = None,
+        is_checked: bool = True,
+        **spec: Any,
     ) -> FleetScene:
         """An all-reduce job whose platform has been asked for all its workers."""
-        scene = cls(terms(count if min_nodes is None else min_nodes, count, **(limits or {})))
+        job_terms = terms(count if min_nodes is None else min_nodes, count, **(limits or {}))
+        scene = cls(job_terms, is_checked=is_checked)
         replica = {key: spec.pop(key) for key in ("resource", "max_relaunches", "critical", "priority") if key in spec}
         return scene.begin(FleetSpec(replicas=workers(count, **replica), **spec))
 

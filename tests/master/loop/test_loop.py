@@ -11,10 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from dlrover.cli.show.replay import replay
-from dlrover.core.commit_order import decode_record
 from dlrover.core.job import Job
 from dlrover.core.outcome import NotYet, Origin, Outcome
-from dlrover.master.journal import journal
 from dlrover.protocol.codec import decode_from_master, encode_frame
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.checkpoint import AwaitSaveDuties, SaveDuties
@@ -67,14 +65,7 @@ from dlrover.protocol.messages.precheck import OperatorResult, PreCheckNoted, Pr
 from dlrover.protocol.messages.requests import RelaunchNode
 from dlrover.protocol.rpc.client import ask
 from dlrover.protocol.rpc.transport import AGENT_METHOD, SERVICE, call_metadata, open_channel
-from tests.master.conftest import TOKEN, Agent, Connect, Master, StartMaster
-
-
-def journalled(path: Path) -> list[Command]:
-    with sqlite3.connect(path) as connection:
-        rows = connection.execute("SELECT data FROM records ORDER BY number").fetchall()
-    connection.close()
-    return [decode_record(data).command for (data,) in rows]
+from tests.master.conftest import TOKEN, Agent, Connect, Master, StartMaster, journalled
 
 
 async def test_two_agents_meet_and_are_told_their_world(start_master: StartMaster, connect: Connect) -> None:
@@ -176,10 +167,8 @@ async def test_a_node_that_is_exchanged_is_told_so_at_once(start_master: StartMa
     assert agent.attachments.empty()
 
 
-@pytest.fixture
-def patient_journal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit that somebody holds back waits for as long as the test needs, however slow the machine is."""
-    monkeypatch.setattr(journal, "BUSY_TIMEOUT", 60.0)
+PATIENT = 60.0
+"""Seconds for a commit that the test holds back, however slow the machine is."""
 
 
 async def in_work(master: Master, number: int) -> None:
@@ -189,11 +178,10 @@ async def in_work(master: Master, number: int) -> None:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.usefixtures("patient_journal")
 async def test_a_command_sent_again_after_a_broken_stream_is_applied_once(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
-    master = await start_master()
+    master = await start_master(busy_timeout=PATIENT)
     agent = connect(master.address)
     await agent.attached()
     lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
@@ -226,11 +214,10 @@ async def test_a_command_is_not_answered_before_it_is_durable(
     assert await call == Done()
 
 
-@pytest.mark.usefixtures("patient_journal")
 async def test_more_requests_than_fit_are_refused_for_now_and_all_answered_in_the_end(
     start_master: StartMaster, connect: Connect, tmp_path: Path
 ) -> None:
-    master = await start_master()
+    master = await start_master(busy_timeout=PATIENT)
     agent = connect(master.address)
     await agent.attached()
     lock = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)

@@ -17,6 +17,7 @@ from dlrover.master.web.app import Web
 from dlrover.master.web.hosts import Hosts
 from dlrover.master.web.logs import LogReader
 from dlrover.master.web.server import PageServer
+from dlrover.master.web.stream import STUCK
 from dlrover.protocol.codec import Question
 from dlrover.protocol.messages.checkpoint import CheckpointStatus, CommittedCheckpoint
 from dlrover.protocol.messages.data import DatasetSpec, DatasetState
@@ -193,7 +194,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def serve_page(
-    job: StandInJob | None = None, *, master_log: str = "", token: str = TOKEN, urls: str = ""
+    job: StandInJob | None = None, *, master_log: str = "", token: str = TOKEN, urls: str = "", stuck: float = STUCK
 ) -> AsyncIterator[Page]:
     job = StandInJob() if job is None else job
     gatherer = Gatherer(job)
@@ -210,6 +211,7 @@ async def serve_page(
         metrics=job_metrics.render,
         metrics_type=CONTENT_TYPE,
         hosts=Hosts("127.0.0.1", urls),
+        stuck=stuck,
     )
     server = PageServer(web.app(), None, is_known=web.is_known)
     port = server.start("127.0.0.1", 0)

@@ -10,12 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-import pytest
 from msgspec.structs import replace
 
 from dlrover.master.view.gatherer import Gatherer
 from dlrover.master.view.sources import gather_diagnosis, gather_goodput
-from dlrover.master.web import stream
 from dlrover.master.web.access import one_time_link, read_only_token
 from dlrover.master.web.app import MAX_BODY, MAX_VIEWERS
 from dlrover.protocol.errors import Rejected
@@ -210,9 +208,8 @@ async def test_events_tell_what_changed_and_go_on_where_a_reader_was() -> None:
                 assert (await next_event(other))[1]["is_whole"]
 
 
-async def test_a_reader_that_takes_nothing_is_let_go_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "STUCK", 0.5)
-    async with serve_page() as page:
+async def test_a_reader_that_takes_nothing_is_let_go_and_readers_are_bounded() -> None:
+    async with serve_page(stuck=0.5) as page:
         async with events_of(page, limit=1024), asyncio.timeout(30):
             number = 0
             while page.gatherer.num_viewers:  # until it has more than the sockets' buffers hold

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.protocol.codec import QUESTION, VERDICT, Question, encode_frames
+from dlrover.protocol.codec import QUESTION, VERDICT, encode_frames
 from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.fleet import FleetNodeStatus, NodePhase, NodeType
 from dlrover.protocol.messages.frames import Ack, Answer, Beat, Observed, Refusal, Request
@@ -33,7 +33,6 @@ from dlrover.protocol.messages.job import (
     Ping,
     PlatformId,
     Pong,
-    Reply,
     Round,
     Stage,
 )
@@ -376,16 +375,12 @@ def a_status(num_nodes: int, **details: object) -> JobStatus:
 
 @pytest.mark.parametrize("way", ["unary", "stream"])
 async def test_a_status_too_large_for_a_message_tells_of_the_nodes_that_matter_and_counts_the_others(
-    serve: Serve, master_loop: PlainLoop, connect: Connect, monkeypatch: pytest.MonkeyPatch, way: str
+    serve: Serve, master_loop: PlainLoop, connect: Connect, way: str
 ) -> None:
     whole = a_status(20_000)
-
-    async def answer(_question: Question) -> Reply:
-        return whole
-
     _, address = await serve()
     if way == "unary":
-        monkeypatch.setattr(master_loop, "ask", answer)
+        master_loop.reply = whole
         status = await ask(address, AskStatus(), token=TOKEN, timeout=30)
     else:
         agent = connect(address)
@@ -404,32 +399,21 @@ async def test_a_status_too_large_for_a_message_tells_of_the_nodes_that_matter_a
     )
 
 
-async def test_a_status_that_has_room_leaves_nobody_out(
-    serve: Serve, master_loop: PlainLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = a_status(500)
-
-    async def answer(_question: Question) -> Reply:
-        return whole
-
-    monkeypatch.setattr(master_loop, "ask", answer)
+async def test_a_status_that_has_room_leaves_nobody_out(serve: Serve, master_loop: PlainLoop) -> None:
+    master_loop.reply = whole = a_status(500)
     _, address = await serve()
     assert await ask(address, AskStatus(), token=TOKEN, timeout=30) == whole
 
 
 @pytest.mark.parametrize("kind", ["KvValues", "JobStatus"])
 async def test_who_asks_once_for_too_much_hears_so_in_our_words(
-    serve: Serve, master_loop: PlainLoop, monkeypatch: pytest.MonkeyPatch, kind: str
+    serve: Serve, master_loop: PlainLoop, kind: str
 ) -> None:
     large = {
         "KvValues": KvValues((bytes(MAX_MESSAGE_BYTES),)),
         "JobStatus": a_status(3, verdict="x" * MAX_MESSAGE_BYTES),
     }
-
-    async def answer(_question: Question) -> Reply:
-        return large[kind]
-
-    monkeypatch.setattr(master_loop, "ask", answer)
+    master_loop.reply = large[kind]
     _, address = await serve()
     with pytest.raises(Rejected, match=rf"the answer \({kind}\) has \d+ bytes: the limit is 4194304") as caught:
         await ask(address, Ping(), token=TOKEN, timeout=30)
@@ -488,7 +472,7 @@ async def test_an_agent_that_cannot_present_itself_says_so(serve: Serve, master_
 
 
 async def test_an_answer_that_cannot_be_encoded_becomes_a_refusal(
-    serve: Serve, master_loop: PlainLoop, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, master_loop: PlainLoop, connect: Connect
 ) -> None:
     _, address = await serve()
     agent = connect(address)
@@ -505,10 +489,7 @@ async def test_an_answer_that_cannot_be_encoded_becomes_a_refusal(
         await agent.channel.call(a_join(), timeout=10)
     assert caught.value.code == "why"
 
-    async def answer(_question: Question) -> Reply:
-        return Pong(job_name=HALF, master_epoch=1)
-
-    monkeypatch.setattr(master_loop, "ask", answer)
+    master_loop.reply = Pong(job_name=HALF, master_epoch=1)
     with pytest.raises(Rejected, match="cannot be encoded"):
         await ask(address, Ping(), token=TOKEN, timeout=10)
     assert len(master_loop.attaches) == 1

@@ -19,7 +19,6 @@ from dlrover.snapshot.copy.copying import Copier  # noqa: E402
 from dlrover.snapshot.memory.contents import decode_contents  # noqa: E402
 from dlrover.snapshot.memory.segment import Segment, SegmentWriter, SlotName  # noqa: E402
 from dlrover.snapshot.memory.segment_format import Owner  # noqa: E402
-from dlrover.trainer.torch.flash_checkpoint.encoding import describing  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.frozen import Frozen, freeze, freeze_again  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.pickle_template import _MARK, Template, make_template  # noqa: E402
 from dlrover.trainer.torch.flash_checkpoint.encoding.skeleton import make_skeleton, rebuild  # noqa: E402
@@ -281,12 +280,13 @@ def test_a_state_that_is_saved_again_is_not_pickled_again(home: Path, owner: Own
     save(1)
     save(2)
 
-    def refuse(part: object) -> None:
+    def refuse(tensor: torch.Tensor, protocol: int) -> None:
         raise AssertionError("it was pickled")
 
-    monkeypatch.setattr(describing, "skeleton_of", refuse)
     for step in (3, 400, 70_000):
-        name, expected = save(step)
+        with monkeypatch.context() as unpicklable:
+            unpicklable.setattr(torch.Tensor, "__reduce_ex__", refuse)
+            name, expected = save(step)
         assert name is not None
         with Segment(name.path, private=True) as segment:
             pinned = segment.pin(name.slot, name.generation)

@@ -52,7 +52,7 @@ from dlrover.snapshot.storage.retention import (
     KeepTotal,
     apply_retention,
 )
-from dlrover.snapshot.storage.storage import LocalStorage, Renaming, Storage, join, storage_for
+from dlrover.snapshot.storage.storage import LocalStorage, Renaming, Storage, StoredName, join, storage_for
 from tests.snapshot.storage.power_cut import Disk, PowerCut
 
 NATIVE = "latest_checkpointed_iteration.txt"
@@ -367,22 +367,29 @@ def test_manifests_that_nobody_reported_are_not_committed(place: tuple[Storage, 
     assert latest_step(storage, directory) == 10
 
 
-def test_a_second_committer_finds_the_work_done_under_its_hands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other one renames just when this one has begun to look at the staged files."""
+class OvertakenStorage(LocalStorage):
+    """Another committer commits just when this one begins to look at the staged files."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__()
+        self.attempt = attempt
+        self.is_overtaken = False
+
+    def list(self, path: str) -> list[StoredName]:
+        if not self.is_overtaken and path.startswith(self.attempt.staging_path(self)):
+            self.is_overtaken = True
+            commit(LocalStorage(), self.attempt, (0, 1))
+        return super().list(path)
+
+
+def test_a_second_committer_finds_the_work_done_under_its_hands(tmp_path: Path) -> None:
     storage, directory = storage_for(str(tmp_path)), str(tmp_path)
     attempt = attempt_at(10, "life-1", directory)
     for rank in (0, 1):
         write_rank(storage, attempt, rank)
-
-    def overtaken(*arguments: object) -> list[RankManifest]:
-        monkeypatch.undo()
-        commit(storage, attempt, (0, 1))
-        return staged_manifests(storage, attempt)
-
-    monkeypatch.setattr("dlrover.snapshot.storage.commit.staged_manifests", overtaken)
-    committed = commit(storage, attempt, (0, 1))
+    overtaken = OvertakenStorage(attempt)
+    committed = commit(overtaken, attempt, (0, 1))
+    assert overtaken.is_overtaken
     assert committed.manifest.attempt == "life-1"
     assert latest_step(storage, directory) == 10
 

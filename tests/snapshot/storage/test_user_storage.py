@@ -197,7 +197,7 @@ def test_a_strategy_inside_a_storages_arguments_travels_too(tmp_path):
     assert type(again.deletion_strategy) is KeepEven
 
 
-def test_what_the_agent_could_not_build_is_refused_in_the_trainer(tmp_path, monkeypatch):
+def test_what_the_agent_could_not_build_is_refused_in_the_trainer(tmp_path):
     with pytest.raises(ConfigError, match="lacks commit, exists"):
         meta_for(object())
     with pytest.raises(ConfigError, match="cannot be handed to the agent as JSON"):
@@ -209,7 +209,7 @@ def test_what_the_agent_could_not_build_is_refused_in_the_trainer(tmp_path, monk
 
     with pytest.raises(ConfigError, match="at its top level"):
         meta_for(Local())
-    monkeypatch.setattr(Local, "__module__", "__main__")
+    Local.__module__ = "__main__"
     with pytest.raises(ConfigError, match="defined in the script itself"):
         meta_for(Local())
 

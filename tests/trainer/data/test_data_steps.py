@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from contextlib import closing
@@ -28,11 +27,17 @@ from tests.trainer.data.test_sharding_client import WatchedLink  # noqa: E402
 def link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> WatchedLink:
     found = WatchedLink()
     monkeypatch.setattr(data_steps, "current_link", lambda: found)
-    monkeypatch.setattr(data_steps, "feeds", type(data_steps.feeds)())
-    monkeypatch.setattr(data_steps, "model_loaded", threading.Event())
+    forget_readers()
     monkeypatch.setenv("DLROVER_SNAPSHOT_DIR", str(tmp_path / "memory"))
     (tmp_path / "memory").mkdir()
     return found
+
+
+def forget_readers() -> None:
+    """As in a process that has just begun."""
+    for feed in list(data_steps.feeds):
+        data_steps.feeds.discard(feed)
+    data_steps.model_loaded.clear()
 
 
 def reader(link: WatchedLink) -> ShardingClient:
@@ -68,8 +73,7 @@ def test_a_snapshot_taken_while_the_master_is_away_knows_what_it_contains(
     # The worker dies with its reports; the next life restores the snapshot and reads the rest.
     again = WatchedLink()
     again.inner = link.inner
-    for feed in list(data_steps.feeds):
-        data_steps.feeds.discard(feed)
+    forget_readers()
     alone = link.inner._job
     assert alone is not None
     dataset = alone._job.state.data.datasets["d"]
@@ -129,16 +133,14 @@ def test_a_checkpoint_that_nobody_helped_to_commit_says_what_is_left_to_read(lin
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_a_model_from_memory_helps_out_books_that_were_lost(
-    link: WatchedLink, tmp_path: Path, is_lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_from_memory_helps_out_books_that_were_lost(link: WatchedLink, tmp_path: Path, is_lost: bool) -> None:
     """What the newest checkpoint in storage says is told only to books that know nothing."""
-    monkeypatch.setattr(data_steps, "FLUSH", 30)
     with closing(DdpCheckpointer(tmp_path / "checkpoints")) as checkpointer:
         with reader(link) as client:
             for step, storage in enumerate((StorageType.DISK, StorageType.MEMORY), 1):
                 assert client.fetch_shard() is not None
                 client.report_batch_done(8, step=step)
+                assert data_steps.confirm(30), "a save waits only for a moment"
                 assert checkpointer.save_checkpoint(step, {"weight": torch.ones(4)}, storage_type=storage)
         assert checkpointer.wait_latest_checkpoint(30)
         if is_lost:

@@ -28,7 +28,6 @@ from dlrover.trainer.data_sources import (
     SourceChanged,
     SourceError,
 )
-from dlrover.trainer.data_sources import record_index as record_index_module
 from dlrover.trainer.data_sources.record_index import RecordIndex
 
 
@@ -84,13 +83,10 @@ def test_an_index_of_any_size_finds_every_record(values: list[str], block: int, 
     writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writerows([[value] for value in values])
     data = text.getvalue().encode()
-    before = record_index_module._BLOCK
-    record_index_module._BLOCK = block
-    try:
-        index = RecordIndex(lambda start, end: data[start:end], quote=b'"', skips_blank=True, most_entries=most_entries)
-        index.look(len(data))
-    finally:
-        record_index_module._BLOCK = before
+    index = RecordIndex(
+        lambda start, end: data[start:end], quote=b'"', skips_blank=True, most_entries=most_entries, block_bytes=block
+    )
+    index.look(len(data))
     assert index.num_records == len(values)
     assert len(index._starts) <= most_entries
     for place, value in enumerate(values):
@@ -129,15 +125,14 @@ def test_an_index_and_the_parser_agree_what_a_quote_means(
     parsed = [
         row for row in csv.reader(io.StringIO(data.decode(), newline="\n"), delimiter=delimiter, strict=True) if row
     ]
-    before = record_index_module._BLOCK
-    record_index_module._BLOCK = block
-    try:
-        index = RecordIndex(
-            lambda start, end: data[start:end], quote=b'"', delimiter=delimiter.encode(), skips_blank=True
-        )
-        index.look(len(data))
-    finally:
-        record_index_module._BLOCK = before
+    index = RecordIndex(
+        lambda start, end: data[start:end],
+        quote=b'"',
+        delimiter=delimiter.encode(),
+        skips_blank=True,
+        block_bytes=block,
+    )
+    index.look(len(data))
     assert index.num_records + (index.open_at < len(data)) == len(parsed)
     for place in range(index.num_records):
         start, end, skip = index.span(place, place + 1)
@@ -157,13 +152,10 @@ def test_an_index_of_plain_lines_finds_every_one(
     lines: list[str], block: int, most_entries: int, skips_blank: bool
 ) -> None:
     data = "".join(f"{line}\n" for line in lines).encode()
-    before = record_index_module._BLOCK
-    record_index_module._BLOCK = block
-    try:
-        index = RecordIndex(lambda start, end: data[start:end], skips_blank=skips_blank, most_entries=most_entries)
-        index.look(len(data))
-    finally:
-        record_index_module._BLOCK = before
+    index = RecordIndex(
+        lambda start, end: data[start:end], skips_blank=skips_blank, most_entries=most_entries, block_bytes=block
+    )
+    index.look(len(data))
     wanted = [line for line in lines if line.strip() or not skips_blank]
     assert index.num_records == len(wanted)
     for place, line in enumerate(wanted):

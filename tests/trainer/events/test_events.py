@@ -10,21 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from dlrover.protocol.messages.watch import Phase
-from dlrover.protocol.progress_page import ProgressPage
-from dlrover.trainer import phases, progress
 from dlrover.trainer.events import DLRoverAgentEvent, DLRoverMasterEvent, Process, TrainerProcess, WarningType
 from dlrover.trainer.events.event import Event, EventType
 from dlrover.trainer.events.exporters import AsyncExporter
 from dlrover.trainer.events.process import Nothing, Outlet
 from dlrover.trainer.events.settings import read_settings
-from dlrover.trainer.phases import PhaseWriter
 
 LINE = re.compile(r"\[(.+?)\] \[(\d+)\] \[([0-9a-f]{8})\] \[(.+?)\] \[(.+?)\] \[(BEGIN|END|INSTANT)\] (\{.*\})")
 
@@ -332,32 +327,43 @@ def test_opentelemetry_gets_spans() -> None:
     exporter.close()
 
 
-def test_spans_tell_the_progress_page_what_the_worker_does(outlet: Outlet, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = ProgressPage()
-    monkeypatch.setattr(phases, "_writer", PhaseWriter(page.path))
-    monkeypatch.setattr(progress, "_is_reporting", False)
+WORKER_WITH_SPANS = """
+import contextlib, sys, time
+from dlrover.protocol.messages.watch import Phase
+from dlrover.protocol.progress_page import ProgressPage
+from dlrover.trainer import phases, progress
+from dlrover.trainer.events import TrainerProcess
 
-    def now() -> tuple[Phase, int | None]:
-        reading = page.read(time.monotonic_ns())
-        return reading.phase, reading.step
+page = ProgressPage()
+phases.open_page(page.path)
 
-    trainer = TrainerProcess("mine", outlet)
-    with trainer.init() as init, init.load_ckpt():
-        assert now()[0] is Phase.RESTORE
-    with trainer.step(global_step=7):
-        assert now() == (Phase.START, None)
-    assert now() == (Phase.FORWARD, 7)
-    with trainer.evaluate(global_step=7):
-        saving = trainer.save(global_step=7).begin()
-        assert now()[0] is Phase.CHECKPOINT
-        saving.end()
-        saving.end()
-        assert now()[0] is Phase.EVALUATION
-    assert now() == (Phase.FORWARD, 7)
-    with contextlib.suppress(ValueError), trainer.step(global_step=8):
-        raise ValueError("no step")
-    progress.report(20)
-    with trainer.step(global_step=9):
-        pass
-    assert now() == (Phase.FORWARD, 20), "what the script says itself counts"
-    page.close()
+def now():
+    reading = page.read(time.monotonic_ns())
+    return reading.phase, reading.step
+
+trainer = TrainerProcess("mine")
+with trainer.init() as init, init.load_ckpt():
+    assert now()[0] is Phase.RESTORE
+with trainer.step(global_step=7):
+    assert now() == (Phase.START, None)
+assert now() == (Phase.FORWARD, 7)
+with trainer.evaluate(global_step=7):
+    saving = trainer.save(global_step=7).begin()
+    assert now()[0] is Phase.CHECKPOINT
+    saving.end()
+    saving.end()
+    assert now()[0] is Phase.EVALUATION
+assert now() == (Phase.FORWARD, 7)
+with contextlib.suppress(ValueError), trainer.step(global_step=8):
+    raise ValueError("no step")
+progress.report(20)
+with trainer.step(global_step=9):
+    pass
+assert now() == (Phase.FORWARD, 20), "what the script says itself counts"
+page.close()
+"""
+
+
+def test_spans_tell_the_progress_page_what_the_worker_does(tmp_path: Path) -> None:
+    environment = {**os.environ, "DLROVER_EVENT_FILE_DIR": str(tmp_path), "RANK": "3"}
+    subprocess.run([sys.executable, "-c", WORKER_WITH_SPANS], env=environment, check=True, timeout=60)

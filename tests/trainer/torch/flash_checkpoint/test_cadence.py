@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dlrover.agreed.cadence import CadencePlan
 from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.checkpoint import CheckpointSettled
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 from dlrover.trainer.torch.flash_checkpoint.saving.cadence import SaveCadence
 
 
@@ -46,18 +48,24 @@ def test_a_plan_of_the_callers_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/dlrover_latest.txt").read_text() == "4"
 
 
-def test_the_plan_is_found_from_what_is_measured_and_told_to_all(
-    checkpointer: DdpCheckpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = []
-    engine = checkpointer._engine
+class EngineOfAnotherRank:
+    """Its rank 0 says 5 and 50, whatever is proposed here."""
 
-    def agree(values: list[int]) -> list[int]:
-        said.append(values)
-        return [5, 50]  # as another rank 0 might say
+    def __init__(self, inner: CheckpointEngine) -> None:
+        self._inner = inner
+        self.proposed: list[list[int]] = []
 
-    monkeypatch.setattr(engine, "agree", agree)
-    cadence = SaveCadence(engine)
+    def agree(self, values: list[int]) -> list[int]:
+        self.proposed.append(values)
+        return [5, 50]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_the_plan_is_found_from_what_is_measured_and_told_to_all(checkpointer: DdpCheckpointer) -> None:
+    engine = EngineOfAnotherRank(checkpointer._engine)
+    cadence = SaveCadence(cast("CheckpointEngine", engine))
     for step in range(4):
         storage_type = cadence.due(step)
         assert storage_type is not None
@@ -65,7 +73,7 @@ def test_the_plan_is_found_from_what_is_measured_and_told_to_all(
     engine.outlet.settled["x"] = CheckpointSettled(step=1, attempt="x", is_committed=True, seconds=3.0)
     assert cadence.due(4) is not None
     assert cadence.plan == CadencePlan(memory_every=5, storage_every=50)
-    [(memory_every, storage_every)] = said
+    [(memory_every, storage_every)] = engine.proposed
     assert memory_every >= 1
     assert storage_every >= memory_every
     assert [step for step in range(5, 20) if cadence.due(step)] == [9, 14, 19]

@@ -71,24 +71,37 @@ def test_a_training_that_went_back_is_not_restored_from_the_past_that_it_gave_up
     assert engine.load("model") == {"step": 5}
 
 
+@pytest.fixture
+def go_on(monkeypatch):
+    """From here on this process is a worker of round 5, which hears what earlier rounds went on with."""
+
+    def go_on(turns):
+        variables = {"DLROVER_AGENT_SOCKET": "/s", "DLROVER_ROUND": "5", "DLROVER_TURNS": turns}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        environment.current.cache_clear()
+
+    yield go_on
+    monkeypatch.undo()
+    environment.current.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("turns", "restored"), [("", 9), ("3:9", 9), ("3:5", 5), ("3:5,4:7", 5), ("2:5", 9), ("3:4", 9)]
 )
-def test_what_others_have_given_up_is_the_last_thing_to_go_on_with(make, monkeypatch, caplog, turns, restored):
+def test_what_others_have_given_up_is_the_last_thing_to_go_on_with(make, go_on, caplog, turns, restored):
     """Steps 5 and 9 are of round 2, on a node that was cut off then; later rounds went on with another one."""
     engine = make()
     engine._round = 2
     for step in (5, 9):
         assert engine.save(step, {"model": {"step": step}}, {"model": "model.pt"}, is_storage=False)
-    told = environment.read({"DLROVER_AGENT_SOCKET": "/s", "DLROVER_ROUND": "5", "DLROVER_TURNS": turns})
-    monkeypatch.setattr(environment, "current", lambda: told)
+    go_on(turns)
     assert engine.load("model") == {"step": restored}
     assert ("no other step can be restored" in caplog.text) == (turns == "3:4")
 
 
-def test_of_two_saves_of_a_step_the_one_counts_that_nobody_has_given_up(monkeypatch):
-    told = environment.read({"DLROVER_AGENT_SOCKET": "/s", "DLROVER_ROUND": "5", "DLROVER_TURNS": "4:5"})
-    monkeypatch.setattr(environment, "current", lambda: told)
+def test_of_two_saves_of_a_step_the_one_counts_that_nobody_has_given_up(go_on):
+    go_on("4:5")
     cut_off = Summary(attempt="cut-off", step=9, round=3, num_shards=1, shards=(0,))
     ours = Summary(attempt="ours", step=9, round=4, num_shards=2, shards=(0,))
     assert newest_attempts([ours, cut_off]) == {9: ours}
