@@ -140,7 +140,10 @@ async def test_a_job_runs_answers_and_leaves_nothing(tmp_path: Path, monkeypatch
 async def test_an_instance_that_is_killed_or_fails_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async with job_in(tmp_path, monkeypatch) as job:
         await job.until(lambda each: each.state == "running")
+        known = await job.conductor.roles.remote()
+        news = job.conductor.roles.remote(known)
         job.ray.kill(job.ray.get_actor("loop-0.1", NAMESPACE))
+        assert await news != known, "a question for news waits for them"
         await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
         (tmp_path / "fail-2").touch()
         status = await job.until(lambda each: (each.incarnation, each.state) == (3, "running"))

@@ -111,11 +111,15 @@ class ConductorActor:
             )
         )
 
-    async def roles(self) -> bytes:
-        """`RolesReport` as JSON, for commands."""
+    async def roles(self, known: bytes = b"") -> bytes:
+        """`RolesReport` as JSON, for commands: one that differs from `known`, or the same after a while."""
         await self._has_begun.wait()
         assert self._conductor is not None
         assert self._plan is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPEAT):
+                while msgspec.json.encode(roles_report(self._conductor.status(), self._plan)) == known:
+                    await self._conductor.next_decision()
         return msgspec.json.encode(roles_report(self._conductor.status(), self._plan))
 
     async def stop(self, number: int) -> None:

@@ -143,3 +143,19 @@ def fails() -> None:
 
 def ends() -> None:
     note("ends")
+
+
+class Gate:
+    """Each of its states lasts until a file is there: its making, its run, and its end after it was asked to."""
+
+    def __init__(self) -> None:
+        note(f"comes {current().incarnation}")
+        while not (folder() / f"go-{current().incarnation}").exists():
+            time.sleep(0.02)
+
+    def run(self) -> None:
+        note("runs")
+        while not (folder() / "leave").exists():
+            if current().incarnation == 1 and current().ending.is_set():
+                return  # of the restart of the whole job
+            time.sleep(0.02)

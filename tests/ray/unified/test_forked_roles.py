@@ -58,6 +58,8 @@ def test_workers_made_of_a_class_take_calls_and_come_back_alone(lab: RayLab, sta
     assert shown.startswith(f"{job.handle.name}: RUNNING, 0 restarts of the whole job.")
     [line] = [line for line in shown.splitlines() if line.startswith("server ")]
     assert line.split()[:8] == ["server", "simple", "1", "of", "1", "1", "running", "1"], shown
+    top = dlrover("top", job.handle.name, "--ray", lab.address)
+    assert top.splitlines()[1:] == shown.splitlines()[1:], "no address of a master is needed to see all roles"
     link = dlrover("dashboard", f"{job.handle.name}.member", "--ray", lab.address)
     assert link.startswith("http://127.0.0.1:"), link
     job.let_end()
