@@ -120,6 +120,14 @@ class Summing:
                 return
 
 
+def devices() -> None:
+    """What a rank may use: its own device as Ray numbers it, and what it sees at the place of its local rank."""
+    import ray
+
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    note(f"{ray.get_gpu_ids()[0]} {visible[int(os.environ['LOCAL_RANK'])]} of {len(visible)}")
+
+
 class Feeder:
     def run(self) -> None:
         for task in Stream("samples").tasks():

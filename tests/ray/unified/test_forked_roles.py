@@ -80,6 +80,18 @@ def test_ranks_in_actors_train_together_and_restart_together(lab: RayLab, start:
     lab.await_nothing_left(job.handle.job_uid)
 
 
+def test_local_rank_is_the_number_of_a_ranks_own_device(lab: RayLab, start: Start):
+    """In actors as below an agent. Ray itself shows each rank one device, as number 0."""
+    machine = lab.add_machine(num_cpus=1, num_gpus=2)
+    try:
+        job = start(Role.elastic("ranks", f"{ROLES}.devices", nproc=2, cpus=0.2, gpus=2).in_actor())
+        assert job.handle.wait(240) == 0, job.handle.report
+        notes = [job.notes(f"ranks-{rank}") for rank in range(2)]
+        assert sorted(notes) == [["0 0 of 2"], ["1 1 of 2"]]
+    finally:
+        lab.remove_machine(machine)
+
+
 def dlrover(*words: str) -> str:
     argv = [sys.executable, "-m", "dlrover.cli.main", *words]
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120).stdout
