@@ -167,3 +167,37 @@ class Gate:
             if current().incarnation == 1 and current().ending.is_set():
                 return  # of the restart of the whole job
             time.sleep(0.02)
+
+
+class Owner:
+    """Of a queue, when it may be; gives one item in each life, when it may."""
+
+    def run(self) -> None:
+        import ray
+
+        from dlrover.unified.api.queue import DataQueue
+
+        note(f"in {ray.util.get_current_placement_group().id.hex()}")
+        _await("own")
+        queue: DataQueue[int] = DataQueue("numbers", is_master=True)
+        _await(f"put-{current().incarnation}")
+        queue.put(current().incarnation)
+        _await("stop")
+
+
+class User:
+    """Of that queue; looks for it before it is there, and asks before there is an item."""
+
+    def run(self) -> None:
+        from dlrover.unified.api.queue import DataQueue
+
+        note("looks")
+        queue: DataQueue[int] = DataQueue("numbers")
+        note("asks")
+        note(f"has {queue.get()}")
+        _await("stop")
+
+
+def _await(name: str) -> None:
+    while not (folder() / name).exists() and not current().ending.is_set():
+        time.sleep(0.02)

@@ -65,3 +65,24 @@ def test_a_conductor_that_is_killed_in_any_stage_changes_nothing(lab: RayLab, st
     assert job.handle.report == "by a person"
     assert job.notes("gate-0") == ["comes 1", "runs", "comes 2", "runs"], "no third life"
     lab.await_nothing_left(job.handle.job_uid)
+
+
+def test_queues_and_bundles_outlive_the_conductor(lab: RayLab, start: Start):
+    """Row 11 of section 19 of spec 11: who waits for a queue or for an item goes on to wait, and an instance comes back into its bundle."""
+    owner = Role.simple("owner", f"{ROLES}.Owner", cpus=0.1, restart_pause=0.0)
+    job = start(owner, Role.simple("user", f"{ROLES}.User", cpus=0.1, driver=True))
+    until(lambda: job.notes("user-0") == ["looks"], job.explain)
+    kill_conductor(job, "RUNNING")
+    (job.folder / "own").touch()
+    until(lambda: job.notes("user-0") == ["looks", "asks"], job.explain)
+    kill_conductor(job, "RUNNING")
+    (job.folder / "put-1").touch()
+    until(lambda: job.notes("user-0") == ["looks", "asks", "has [1]"], job.explain)
+    job.kill("owner-0.1")
+    job.await_instance("owner-0", 2)
+    until(lambda: len(job.notes("owner-0")) == 2, job.explain)
+    [first, second] = job.notes("owner-0")
+    assert first == second, "both lives were in the placement group of the job"
+    job.let_end()
+    assert job.handle.wait(120) == 0, job.handle.report
+    lab.await_nothing_left(job.handle.job_uid)
