@@ -174,6 +174,21 @@ async def test_a_conductor_that_was_replaced_ends_itself():
             assert (await asyncio.wait_for(new, 120)).exit_code == 0
 
 
+async def test_restarts_of_the_whole_job_leave_no_task_behind():
+    """Row 3 of section 19 of spec 11: the original had one more monitor after each."""
+    job = Job()
+    async with job.conducted():
+        num_tasks = set()
+        for life in range(1, 6):
+            names = [f"{name.partition('#')[0]}#{life}" for name in ALL_RUN]
+            await job.cluster.until_running(*names)
+            await job.until(lambda: job.conductor is not None and job.conductor.status().stage == "RUNNING")
+            num_tasks.add(len(asyncio.all_tasks()))
+            assert job.conductor is not None
+            assert job.conductor.restart("a person")
+        assert len(num_tasks) == 1, num_tasks
+
+
 @pytest.mark.parametrize("seed", range(30))
 async def test_random_deaths_of_instances_and_conductors_end_well(seed: int):
     job, chance = Job(), random.Random(seed)

@@ -169,6 +169,15 @@ class Gate:
             time.sleep(0.02)
 
 
+class Stuck:
+    """Does not end, whoever asks."""
+
+    def run(self) -> None:
+        note("runs")
+        while True:
+            time.sleep(0.02)
+
+
 class Owner:
     """Of a queue, when it may be; gives one item in each life, when it may."""
 

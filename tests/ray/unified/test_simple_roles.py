@@ -122,6 +122,16 @@ def test_a_job_that_finds_no_room_in_its_time_says_what_has_none(lab: RayLab, st
     lab.await_nothing_left(first.handle.job_uid, late.handle.job_uid)
 
 
+def test_an_instance_that_does_not_end_is_killed_when_its_time_is_up(lab: RayLab, start: Start):
+    """Row 5 of section 19: not only asked, and none stays."""
+    job = start(Role.simple("stuck", f"{ROLES}.Stuck", cpus=0.1, driver=True), stop_grace=1.0)
+    until(lambda: job.notes("stuck-0") == ["runs"], job.explain)
+    job.account()  # the process is noted, and must not be left
+    assert job.handle.stop("by a person", 7)
+    assert job.handle.wait(120) == 7
+    lab.await_nothing_left(job.handle.job_uid)
+
+
 def test_a_users_mistake_ends_the_job_with_its_words(lab: RayLab, start: Start):
     job = start(Role.simple("worker", f"{ROLES}.fails", cpus=0.1, driver=True), max_job_restarts=1)
     assert job.handle.wait(120) == 1
