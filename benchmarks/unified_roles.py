@@ -79,7 +79,7 @@ def measure_machines(lab: RayLab, folder: Path, num_kills: int) -> dict[str, lis
 
 @contextmanager
 def _running(lab: RayLab, folder: Path) -> Iterator[GrpoRun]:
-    grpo = GrpoRun(lab, folder, num_steps=ENDLESS)
+    grpo = GrpoRun(lab, folder, num_steps=ENDLESS, restart_pause=0.0)
     try:
         yield grpo
     finally:

@@ -52,8 +52,12 @@ class Fault(Struct, frozen=True, kw_only=True):
     """What is another process than before."""
 
 
-def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ensemble:
-    """`stale`: rollouts answer with weights that are so many steps older than they say. The trainer fails then, and no restart would help."""
+def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0, restart_pause: float = 1.0) -> Ensemble:
+    """
+    `stale`: rollouts answer with weights that are so many steps older than they say. The trainer fails then, and no restart would help.
+    `restart_pause`: of a rollout, the reward and the stream, before a second restart within an hour.
+    """
+    restarts: Any = {"max_restarts": 20, "restart_pause": restart_pause}
     return Ensemble(
         "grpo",
         roles=[
@@ -67,11 +71,9 @@ def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ens
                 on_failure="stop" if stale else "self",
                 takes_calls=True,
             ),
-            Role.simple(
-                "rollout", "examples.grpo.rollout.Rollout", count=2, cpus=0.5, needs=["reward"], max_restarts=20
-            ),
-            Role.simple("reward", "examples.grpo.reward.Reward", cpus=0.5, max_restarts=20),
-            Role.stream("samples", batch=16),
+            Role.simple("rollout", "examples.grpo.rollout.Rollout", count=2, cpus=0.5, needs=["reward"], **restarts),
+            Role.simple("reward", "examples.grpo.reward.Reward", cpus=0.5, **restarts),
+            Role.stream("samples", batch=16, **restarts),
         ],
         config={"stale": stale},
         working_dir="",
@@ -81,10 +83,11 @@ def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ens
 class GrpoRun:
     """One run of it on a lab, with faults."""
 
-    def __init__(self, lab: RayLab, folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> None:
+    def __init__(self, lab: RayLab, folder: Path, *, num_steps: int = NUM_STEPS, **more: Any) -> None:
+        """`more`: of `ensemble`."""
         self.lab = lab
         self.folder = folder
-        self.job: EnsembleHandle = ensemble(folder, num_steps=num_steps, stale=stale).submit()
+        self.job: EnsembleHandle = ensemble(folder, num_steps=num_steps, **more).submit()
         self.faults: list[Fault] = []
 
     def step(self) -> int:
