@@ -119,7 +119,7 @@ test-ray-oldest: .venv-ray-oldest/.installed ## the same with the oldest Ray tha
 bench-ray: $(RAY_STAMP) ## a killed worker and a killed node: ours on Ray and Ray Train v2, interleaved; then lost machines and hosts (about an hour)
 	$(RAY_BIN)/python benchmarks/ray_recovery.py
 
-bench-unified: $(RAY_STAMP) ## calls, streams and killed instances of multi-role jobs, beside plain actors of Ray (about 3 minutes)
+bench-unified: $(RAY_STAMP) ## calls, streams, killed roles and lost machines of multi-role jobs, beside plain actors of Ray (about 6 minutes)
 	$(RAY_BIN)/python benchmarks/unified.py
 
 # TensorFlow's Estimator needs packages of 2023: an environment of its own, which shares nothing with the others.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar, get_type_hints
@@ -59,6 +59,17 @@ _OPTIONS = {
     "tls_key": TlsKey,
 }
 R = TypeVar("R")
+
+
+class SeveralRoles(ConfigError):
+    """A master was asked for, and the job has one for each of its elastic roles."""
+
+    def __init__(self, job: str, elastic: Sequence[str]) -> None:
+        masters = f" Name one with a master: {', '.join(elastic)}." if elastic else ""
+        super().__init__(
+            f"Job {job} has several roles, and no master of its own.{masters} `dlrover top {job} --ray …` and "
+            f"`dlrover ray status {job}` show all roles."
+        )
 
 
 class Reached(NamedTuple):
@@ -152,12 +163,14 @@ class JobConnection:
 
     def _find_on_ray(self) -> Reached:
         """The job's host knows its master and the token."""
-        from dlrover.cli.ray.command import found_job
+        from dlrover.cli.ray.command import elastic_roles, found_job
 
         if self.addr:
             raise ConfigError("Give --addr or --ray, not both: each names the job's master.")
         with found_job(self.job, self.ray) as job:
             account = job.account()
+            if not account.address:
+                raise SeveralRoles(job.name, elastic_roles(job.name))
         return Reached(account.address, account.token, account.tls)
 
     def _find_local_job(self) -> RunningJob:

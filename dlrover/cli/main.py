@@ -16,7 +16,7 @@ import typer
 
 from dlrover.cli.brain.command import app as brain
 from dlrover.cli.checkpoint.command import app as checkpoint
-from dlrover.cli.connection import Job, JobConnection, JobOrJournal, takes_connection
+from dlrover.cli.connection import Job, JobConnection, JobOrJournal, SeveralRoles, takes_connection
 from dlrover.cli.data_command import app as data
 from dlrover.cli.job import command as job_commands
 from dlrover.cli.ray.command import app as ray
@@ -144,6 +144,13 @@ def top(
     """Watch a running job: goodput, what each node does, its newest events. Ctrl-C ends it."""
     from dlrover.cli.show.top import show
 
+    try:
+        connection.reached  # noqa: B018  # the first look for the master
+    except SeveralRoles:
+        from dlrover.cli.ray.command import top_of_roles
+
+        top_of_roles(connection.job, connection.ray, once=once)
+        return
     show(connection.send, table_console(), once=once)
 
 

@@ -83,6 +83,8 @@ class Conductor:
         self._tasks: asyncio.TaskGroup | None = None
         self._children: set[asyncio.Task[None]] = set()
         self._watched: set[InstanceId] = set()
+        self._calls: dict[InstanceId, set[asyncio.Task[None]]] = {}
+        """To make and to run instances: those of an instance that is gone are never answered."""
         self._has_decided = asyncio.Event()
         self._decided_by_core: asyncio.Future[None] | None = None
         self.has_begun = asyncio.Event()
@@ -191,10 +193,10 @@ class Conductor:
                 case PlaceBundles():
                     self._start(self._place())
                 case CreateInstance(instance):
-                    self._start(self._await_answer(instance, self._cluster.create, InstanceReady))
+                    self._call(instance, self._cluster.create, InstanceReady)
                     self._watch(instance)  # after it: the cluster knows then that the instance is still to come
                 case RunInstance(instance):
-                    self._start(self._await_answer(instance, self._cluster.run, InstanceSucceeded))
+                    self._call(instance, self._cluster.run, InstanceSucceeded)
                 case EndInstance(instance, is_kill):
                     self._start(self._cluster.end(instance, is_kill=is_kill))
                 case ReplaceMachine(instance):
@@ -209,6 +211,16 @@ class Conductor:
 
     async def _replace_machine(self, instance: InstanceId) -> None:
         self._tell(MachineReplaced(instance, await self._cluster.replace_machine(instance)))
+
+    def _call(
+        self,
+        instance: InstanceId,
+        call: Callable[[InstanceId], Coroutine[Any, Any, None]],
+        then: type[InstanceReady | InstanceSucceeded],
+    ) -> None:
+        calls = self._calls.setdefault(instance, set())
+        calls.add(task := self._start(self._await_answer(instance, call, then)))
+        task.add_done_callback(calls.discard)
 
     async def _await_answer(
         self,
@@ -232,8 +244,11 @@ class Conductor:
         cause = await self._cluster.gone(instance)
         self._watched.discard(instance)
         self._tell(InstanceGone(instance, cause))
+        for call in self._calls.pop(instance, set()):
+            call.cancel()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
         self._children.add(task := self._tasks.create_task(work))
         task.add_done_callback(self._children.discard)
+        return task

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -43,13 +44,20 @@ class Fault(Struct, frozen=True, kw_only=True):
     step: int
     """The newest step when it was killed."""
     seconds: float
-    """From the kill until what was killed is there again, as the job tells it; of the conductor: until it answers."""
+    """
+    From the kill until what was killed is there again, as the job tells it; of the conductor: until it answers; of a worker: until both workers have
+    restored their state.
+    """
     changed: list[str]
     """What is another process than before."""
 
 
-def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ensemble:
-    """`stale`: rollouts answer with weights that are so many steps older than they say. The trainer fails then, and no restart would help."""
+def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0, restart_pause: float = 1.0) -> Ensemble:
+    """
+    `stale`: rollouts answer with weights that are so many steps older than they say. The trainer fails then, and no restart would help.
+    `restart_pause`: of a rollout, the reward and the stream, before a second restart within an hour.
+    """
+    restarts: Any = {"max_restarts": 20, "restart_pause": restart_pause}
     return Ensemble(
         "grpo",
         roles=[
@@ -63,11 +71,9 @@ def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ens
                 on_failure="stop" if stale else "self",
                 takes_calls=True,
             ),
-            Role.simple(
-                "rollout", "examples.grpo.rollout.Rollout", count=2, cpus=0.5, needs=["reward"], max_restarts=20
-            ),
-            Role.simple("reward", "examples.grpo.reward.Reward", cpus=0.5, max_restarts=20),
-            Role.stream("samples", batch=16),
+            Role.simple("rollout", "examples.grpo.rollout.Rollout", count=2, cpus=0.5, needs=["reward"], **restarts),
+            Role.simple("reward", "examples.grpo.reward.Reward", cpus=0.5, **restarts),
+            Role.stream("samples", batch=16, **restarts),
         ],
         config={"stale": stale},
         working_dir="",
@@ -77,14 +83,15 @@ def ensemble(folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> Ens
 class GrpoRun:
     """One run of it on a lab, with faults."""
 
-    def __init__(self, lab: RayLab, folder: Path, *, num_steps: int = NUM_STEPS, stale: int = 0) -> None:
+    def __init__(self, lab: RayLab, folder: Path, *, num_steps: int = NUM_STEPS, **more: Any) -> None:
+        """`more`: of `ensemble`."""
         self.lab = lab
         self.folder = folder
-        self.job: EnsembleHandle = ensemble(folder, num_steps=num_steps, stale=stale).submit()
+        self.job: EnsembleHandle = ensemble(folder, num_steps=num_steps, **more).submit()
         self.faults: list[Fault] = []
 
     def step(self) -> int:
-        return max((each["step"] for each in self._events()), default=0)
+        return max((each["step"] for each in self.events()), default=0)
 
     def hold_before(self, step: int) -> None:
         """The trainer goes on to this step and waits there."""
@@ -99,13 +106,13 @@ class GrpoRun:
         """By instance; its workers are `worker-0` and `worker-1`."""
         account = self.job.account()
         found = {name.rpartition(".")[0] or f"{name}-host": pid for name, pid in account.pids.items()}
-        for event in self._events():
+        for event in self.events():
             found[f"worker-{event['rank']}"] = event["pid"]
         return {**found, "conductor": account.pid}
 
     def kill(self, what: str) -> Fault:
         before = self.pids()
-        step, began = self.step(), time.monotonic()
+        step, began, killed_at = self.step(), time.monotonic(), time.time()
         name = {
             "worker": "worker-1",
             "rollout": "rollout-1",
@@ -117,13 +124,15 @@ class GrpoRun:
             [machine] = [
                 each for each in self.lab.machines if self.lab.raylet(each) == raylet_above(before["rollout-0"])
             ]
-            lost = {each for each, pid in before.items() if _raylet(pid) == self.lab.raylet(machine)}
+            lost = {each for each, pid in before.items() if raylet_of(pid) == self.lab.raylet(machine)}
             self.lab.remove_machine(machine)
         else:
             lost = {"worker-0", "worker-1"} if what == "worker" else {name}
             os.kill(before[name], signal.SIGKILL)
         seconds = self._await_back(before, lost, began)
         after = self.pids()
+        if what == "worker":
+            seconds = self._restored_at({before[each] for each in lost}) - killed_at
         changed = sorted(each for each, pid in before.items() if after.get(each) != pid)
         fault = Fault(what=what, step=step, seconds=seconds, changed=changed)
         self.faults.append(fault)
@@ -155,7 +164,17 @@ class GrpoRun:
         until(are_back, self.explain, deadline=180.0)
         return time.monotonic() - began
 
-    def _events(self) -> list[dict[str, int]]:
+    def _restored_at(self, former: set[int]) -> float:
+        """When the last of the new workers noted that it goes on. `former`: pids of the killed ones."""
+        firsts: dict[int, float] = {}
+        for event in self.events():
+            firsts.setdefault(event["pid"], event["at"])
+        newest = {event["rank"]: event["pid"] for event in self.events()}
+        assert former.isdisjoint(newest.values())
+        return max(firsts[pid] for pid in newest.values())
+
+    def events(self) -> list[dict[str, Any]]:
+        """What the workers have noted, the oldest first."""
         found = []
         for path in self.folder.glob("events-*.jsonl"):
             for line in path.read_text().splitlines():
@@ -164,7 +183,8 @@ class GrpoRun:
         return sorted(found, key=lambda event: event["at"])
 
 
-def _raylet(pid: int) -> int:
+def raylet_of(pid: int) -> int:
+    """Above a process; 0: the process is gone."""
     with contextlib.suppress(Exception):
         return raylet_above(pid)
     return 0

@@ -33,7 +33,7 @@ class OneProcess(LoopbackWire):
 
     def call(self, role: str, rank: int, header: CallHeader, parts: Parts) -> Future[Parts]:
         if role == "policy":
-            return self._threads.submit(lambda: self._own.result(60)(header, parts))
+            return self._threads.submit(lambda: self._own.result(120)(header, parts))
         return super().call(role, rank, header, parts)
 
 

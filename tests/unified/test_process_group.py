@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrover.protocol.errors import ConfigError
-from dlrover.unified.shell.process_group import stragglers, torch_device
+from dlrover.unified.shell.process_group import stragglers, torch_device, visible_devices
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,17 @@ def test_the_device_of_an_instance(
 def test_a_device_that_is_hidden_is_said():
     with pytest.raises(ConfigError, match="Ray gave GPU 5 to this instance, and CUDA_VISIBLE_DEVICES=0,1"):
         torch_device(gpus=["5"], visible="0,1", local_rank=0, is_by_rank=False)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible"),
+    [
+        ([["2"], ["5"]], ["2", "5"]),
+        ([["0", "1"], ["2", "3"]], ["0", "2", "1", "3"]),  # LOCAL_RANK is a device of its own here, too
+        ([["0"], ["0"]], []),  # each has a half of it
+        ([["0"], []], []),
+        ([], []),
+    ],
+)
+def test_the_device_at_the_place_of_a_local_rank_is_its_own(gpus: list[list[str]], visible: list[str]):
+    assert visible_devices(gpus) == visible

@@ -111,7 +111,7 @@ async def test_a_worker_that_serves_is_in_the_book_and_is_called_until_it_dies(t
             await relay.answer(HEADER, ("policy", 1, 2), freeze(((2, 3), {})))
         assert not caught.value.was_sent
         worker.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 if wire.book.look("policy", 1) is None:
                     break
@@ -140,7 +140,7 @@ async def test_who_waits_for_a_worker_that_dies_is_told(tmp_path: Path):
 
         def hang(header: CallHeader, parts: Parts) -> Parts:
             begun.set()
-            released.wait(60)
+            released.wait(120)
             return parts
 
         await asyncio.to_thread(worker.serve, hang)
@@ -148,7 +148,7 @@ async def test_who_waits_for_a_worker_that_dies_is_told(tmp_path: Path):
         await asyncio.to_thread(begun.wait, 60)
         worker.close()
         with pytest.raises(CalleeGone) as caught:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await call
         assert caught.value.was_sent
         released.set()

@@ -14,9 +14,12 @@ import pytest
 from msgspec import structs
 
 from dlrover.cli.ray.messages import NEWS, JobOver, Said
+from dlrover.platforms.ray.store import Registry
 from dlrover.protocol.messages.roles import REPORT
 from dlrover.unified import Ensemble, Role, current, group, rpc
+from dlrover.unified.core.machine import EnsembleMachine
 from dlrover.unified.core.messages import EnsembleStatus
+from dlrover.unified.core.state import ENSEMBLE_DECISIONS
 from dlrover.unified.plan import RoleKind, RolePlan
 from dlrover.unified.plan import pack as pack_plan
 from dlrover.unified.runtime.wire import CallHeader, CallRefused, freeze, thaw
@@ -33,7 +36,7 @@ async def test_a_job_that_has_ended_is_stopped_and_restarted_at_once(monkeypatch
     """Its conductor is away for good: nobody waits for its restart."""
     with fake_ray(monkeypatch):
         handle = EnsembleHandle(sys.modules["ray"], "job", "uid")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             assert not await asyncio.to_thread(handle.stop)
             assert not await asyncio.to_thread(handle.restart)
 
@@ -48,7 +51,7 @@ class Loop:
     @rpc()
     def call_script(self) -> str:
         try:
-            return str(group("script").call_rank0("anything").result(20))
+            return str(group("script").call_rank0("anything").result(120))
         except CallRefused as error:
             return str(error)
 
@@ -83,7 +86,7 @@ class Job:
         return ACCOUNT.decode(await self.conductor.account.remote()).status
 
     async def until(self, condition: Callable[[Any], bool]) -> EnsembleStatus:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 status = await self.status()
                 if condition(status.roles[0].instances[0]):
@@ -91,13 +94,17 @@ class Job:
                 await asyncio.sleep(0)
 
     async def over(self) -> tuple[JobOver, list[str]]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 news = NEWS.decode(await self.conductor.news.remote("me", 0, 0, 1.0))
                 if news.over is not None:
                     await self.conductor.taken.remote("me")
                     await self.conductor.is_dead.wait()
                     return news.over, [item.text for item in news.items if isinstance(item, Said)]
+
+    def newest_snapshot(self) -> bytes:
+        """Its key."""
+        return max(key for key in self.ray.keys if b"/ensemble/snap/" in key)
 
     async def ask(self, life: int, method: str) -> Any:
         actor = self.ray.get_actor(f"loop-0.{life}", NAMESPACE)
@@ -133,7 +140,10 @@ async def test_a_job_runs_answers_and_leaves_nothing(tmp_path: Path, monkeypatch
 async def test_an_instance_that_is_killed_or_fails_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async with job_in(tmp_path, monkeypatch) as job:
         await job.until(lambda each: each.state == "running")
+        known = await job.conductor.roles.remote()
+        news = job.conductor.roles.remote(known)
         job.ray.kill(job.ray.get_actor("loop-0.1", NAMESPACE))
+        assert await news != known, "a question for news waits for them"
         await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
         (tmp_path / "fail-2").touch()
         status = await job.until(lambda each: (each.incarnation, each.state) == (3, "running"))
@@ -162,6 +172,34 @@ async def test_a_conductor_that_is_killed_changes_nothing(tmp_path: Path, monkey
         await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
         (tmp_path / "stop").touch()
         assert (await job.over())[0].exit_code == 0
+
+
+async def test_a_conductor_of_an_upgraded_package_goes_on_and_one_that_cannot_read_its_journal_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with job_in(tmp_path, monkeypatch) as job:
+        await job.until(lambda each: each.state == "running")
+        job.ray.kill(job.ray.get_actor("loop-0.1", NAMESPACE))
+        await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
+        job.ray.kill(job.conductor)
+        newest = job.newest_snapshot()
+        machine = EnsembleMachine.decode(job.ray.keys[newest])
+        machine.state.decision_version = ENSEMBLE_DECISIONS - 1
+        job.ray.keys[newest] = machine.encode()
+        job.start_conductor()
+        again = await job.until(lambda each: (each.incarnation, each.state) == (2, "running"))
+        assert (again.stage, again.roles[0].instances[0].num_restarts) == ("RUNNING", 1)
+        assert await job.ask(2, "incarnation") == 2, "it was not touched"
+
+        job.ray.kill(job.conductor)
+        job.ray.keys[job.newest_snapshot()] = b"no snapshot"
+        async with asyncio.timeout(120):
+            await job.start_conductor().is_dead.wait()
+        left = Registry().result("job")
+        assert left is not None
+        assert left.exit_code == 1
+        assert left.report.startswith("The conductor cannot go on. The snapshot cannot be read: ")
+        Registry().forget_result("job")
 
 
 async def test_a_job_is_stopped_or_restarted_by_a_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import pytest
 from dlrover.core.machine_journal import JournalCorrupt
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.identity import Micros
+from dlrover.unified.core.machine import EnsembleMachine
 from dlrover.unified.core.messages import (
     BeginEnsemble,
     BundlesPlaced,
@@ -20,7 +21,8 @@ from dlrover.unified.core.messages import (
     StopEnsemble,
 )
 from dlrover.unified.core.spec import EnsembleSpec, OnFailure, RoleSpec
-from dlrover.unified.store import ConductorFenced, DurableEnsemble, EnsembleJournal
+from dlrover.unified.core.state import ENSEMBLE_DECISIONS
+from dlrover.unified.store import SMALL_BYTES, ConductorFenced, DurableEnsemble, EnsembleJournal
 from tests.unified.key_values import FakeKeyValues, Killed, MortalKeyValues
 
 SPEC = EnsembleSpec(
@@ -30,8 +32,17 @@ BEGIN = BeginEnsemble(SPEC)
 NOW = Micros(1)
 
 
-def journal(store: object, snapshot_every: int = 200) -> EnsembleJournal:
-    return EnsembleJournal(store, "uid", snapshot_every=snapshot_every)  # type: ignore[arg-type]
+def journal(store: object, snapshot_every: int = 200, *, small_bytes: int = 0) -> EnsembleJournal:
+    """As of a large job, if `small_bytes` is not given: most records have no snapshot of their own."""
+    return EnsembleJournal(store, "uid", snapshot_every=snapshot_every, small_bytes=small_bytes)  # type: ignore[arg-type]
+
+
+def age(store: FakeKeyValues) -> None:
+    """As if another decision version had written the journal."""
+    newest = max(store.keys("uid/ensemble/snap/"))
+    machine = EnsembleMachine.decode(store.values[newest])
+    machine.state.decision_version = ENSEMBLE_DECISIONS - 1
+    store.values[newest] = machine.encode()
 
 
 def next_command(ensemble: DurableEnsemble, chance: random.Random) -> Command:
@@ -69,16 +80,17 @@ def test_a_refused_command_leaves_no_record():
     assert store.values == before
 
 
+@pytest.mark.parametrize("small_bytes", [0, SMALL_BYTES])
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_conductor_that_is_killed_at_any_call_loses_nothing_that_it_told(is_done: bool):
+def test_a_conductor_that_is_killed_at_any_call_loses_nothing_that_it_told(is_done: bool, small_bytes: int):
     has_survived = False
     for dies_at in range(1, 200):
         store, chance = FakeKeyValues(), random.Random(dies_at)
         told = 0
         try:
-            ensemble = DurableEnsemble.take_over(
-                journal(MortalKeyValues(store, dies_at=dies_at, is_done=is_done), snapshot_every=4), NOW, first=BEGIN
-            )
+            mortal = MortalKeyValues(store, dies_at=dies_at, is_done=is_done)
+            own = journal(mortal, snapshot_every=4, small_bytes=small_bytes)
+            ensemble = DurableEnsemble.take_over(own, NOW, first=BEGIN)
             for _ in range(12):
                 told = ensemble.machine.number
                 ensemble.decide(next_command(ensemble, chance), NOW)
@@ -93,14 +105,64 @@ def test_a_conductor_that_is_killed_at_any_call_loses_nothing_that_it_told(is_do
     assert has_survived, "the last rounds reach the end"
 
 
-def test_of_two_conductors_at_once_one_is_fenced_and_there_is_one_history():
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_conductor_of_an_upgraded_package_knows_all_that_was_told(is_done: bool):
+    """The one before it is killed at any call. Records are never replayed by other rules."""
+    num_dropped = 0
+    for dies_at in range(1, 150):
+        store, chance = FakeKeyValues(), random.Random(dies_at)
+        told: bytes = b""
+        try:
+            mortal = MortalKeyValues(store, dies_at=dies_at, is_done=is_done)
+            ensemble = DurableEnsemble.take_over(
+                journal(mortal, snapshot_every=4, small_bytes=SMALL_BYTES), NOW, first=BEGIN
+            )
+            for _ in range(12):
+                told = ensemble.machine.encode()
+                ensemble.decide(next_command(ensemble, chance), NOW)
+        except Killed:
+            pass
+        if store.keys("uid/ensemble/snap/"):
+            age(store)
+        newest = max(store.keys("uid/ensemble/rec/"), default="")
+        num_dropped += newest > max(store.keys("uid/ensemble/snap/"), default="").replace("/snap/", "/rec/")
+        again = DurableEnsemble.take_over(journal(store, small_bytes=SMALL_BYTES), NOW, first=BEGIN)
+        assert again.machine.state.decision_version == ENSEMBLE_DECISIONS
+        if told:
+            before = EnsembleMachine.decode(told)
+            assert again.machine.number > before.number
+            is_same = again.machine.number == before.number + 1  # but for the new conductor itself
+            assert not is_same or again.machine.status().roles == before.status().roles
+        assert journal(store).load().encode() == again.machine.encode(), "and the next one agrees"
+    assert num_dropped, "some died between a record and its snapshot"
+
+
+def test_a_large_job_of_another_decision_version_ends_with_a_sentence():
+    store, chance = FakeKeyValues(), random.Random(1)
+    ensemble = DurableEnsemble.take_over(journal(store), NOW, first=BEGIN)
+    for _ in range(3):
+        ensemble.decide(next_command(ensemble, chance), NOW)
+    assert journal(store).load().digest() == ensemble.machine.digest(), "its own version replays it"
+    age(store)
+    with pytest.raises(
+        JournalCorrupt,
+        match=f"decision version {ENSEMBLE_DECISIONS - 1}, and this dlrover decides by version {ENSEMBLE_DECISIONS}",
+    ):
+        journal(store).load()
+
+
+@pytest.mark.parametrize("small_bytes", [0, SMALL_BYTES])
+def test_of_two_conductors_at_once_one_is_fenced_and_there_is_one_history(small_bytes: int):
+    def own() -> EnsembleJournal:
+        return journal(store, snapshot_every=3, small_bytes=small_bytes)
+
     for seed in range(200):
         store, chance = FakeKeyValues(), random.Random(seed)
-        conductors = [DurableEnsemble.take_over(journal(store, snapshot_every=3), NOW, first=BEGIN)]
+        conductors = [DurableEnsemble.take_over(own(), NOW, first=BEGIN)]
         history: list[bytes] = []
         for _ in range(30):
             if chance.random() < 0.15:
-                conductors.append(DurableEnsemble.take_over(journal(store, snapshot_every=3), NOW))
+                conductors.append(DurableEnsemble.take_over(own(), NOW))
             conductor = chance.choice(conductors)
             try:
                 conductor.decide(next_command(conductor, chance), NOW)
@@ -148,20 +210,24 @@ def test_a_conductor_gives_up_when_a_newer_one_has_come_whatever_became_of_that(
     assert next_one.decide(StopEnsemble("it drives"), NOW)
 
 
-def test_old_records_go_with_a_snapshot_and_nothing_is_left_at_the_end():
+@pytest.mark.parametrize("small_bytes", [0, SMALL_BYTES])
+def test_old_records_go_with_a_snapshot_and_nothing_is_left_at_the_end(small_bytes: int):
     store, chance = FakeKeyValues(), random.Random(1)
-    ensemble = DurableEnsemble.take_over(journal(store, snapshot_every=10), NOW, first=BEGIN)
+    own = journal(store, snapshot_every=10, small_bytes=small_bytes)
+    ensemble = DurableEnsemble.take_over(own, NOW, first=BEGIN)
     for _ in range(60):
         ensemble.decide(next_command(ensemble, chance), NOW)
     assert len(store.keys("uid/ensemble/rec/")) <= 11
-    journal(store).clear()
+    assert len(store.keys("uid/ensemble/snap/")) == 1
+    own.clear()
     assert store.values == {}
 
 
 def test_a_journal_that_contradicts_itself_is_said():
     store = FakeKeyValues()
-    DurableEnsemble.take_over(journal(store), NOW, first=BEGIN)
-    first, *_ = store.keys("uid/ensemble/rec/")
-    store.delete(first)
-    with pytest.raises(JournalCorrupt):
+    ensemble = DurableEnsemble.take_over(journal(store), NOW, first=BEGIN)
+    ensemble.decide(BundlesPlaced(), NOW)
+    _, second, _ = sorted(store.keys("uid/ensemble/rec/"))
+    store.delete(second)
+    with pytest.raises(JournalCorrupt, match="Record 3 follows command 1"):
         journal(store).load()

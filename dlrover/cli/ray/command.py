@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from dlrover.cli.ray.driver import SubmittedJob
     from dlrover.cli.ray.messages import HostNews, JobOver
     from dlrover.cli.ray.plan import RayRun
-    from dlrover.protocol.messages.roles import RolesReport
 
 EXIT_USAGE = 2
 EXIT_MASTER_LOST = 23
@@ -83,6 +82,7 @@ def status(
     """Show a running job: its stage, its nodes, and the reason for what it does."""
     import msgspec
 
+    from dlrover.cli.show.roles import view_of_roles
     from dlrover.cli.show.status import show
     from dlrover.protocol.messages.job import AskStatus, JobStatus
     from dlrover.protocol.rpc.client import ask
@@ -90,7 +90,11 @@ def status(
     with found_job(job, address) as found:
         account = found.account()
         if not account.address:  # a job of several roles, whose masters are those of its elastic roles
-            _show_roles(found.roles(), is_json=is_json)
+            report = found.roles()
+            if is_json:
+                echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+            else:
+                table_console().print(view_of_roles(report))
             return
         reply = asyncio.run(ask(account.address, AskStatus(), token=account.token, tls=account.tls, timeout=10.0))
         assert isinstance(reply, JobStatus), f"the master answered AskStatus with {type(reply).__name__}"
@@ -269,26 +273,19 @@ def _print(news: HostNews) -> None:
     sys.stdout.flush()
 
 
-def _show_roles(report: RolesReport, *, is_json: bool) -> None:
-    from datetime import datetime
+def elastic_roles(job: str) -> list[str]:
+    """Names of those roles of a multi-role job that are jobs of their own."""
+    from dlrover.platforms.ray.store import Registry
 
-    import msgspec
-    from rich.table import Table
-    from rich.text import Text
+    return sorted(name for name in Registry().names() if name.startswith(f"{job}."))
 
-    if is_json:
-        echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
-        return
-    restarts = f"{report.num_job_restarts} restart{'' if report.num_job_restarts == 1 else 's'} of the whole job"
-    echo(f"{report.job}: {report.stage}, {restarts}. {report.verdict}")
-    table = Table("role", "kind", "ready", "instances", "restarts", "last failure", box=None, pad_edge=False)
-    for role in report.roles:
-        failed = f"{datetime.fromtimestamp(role.failed_at / 1e6):%H:%M:%S} {role.failure}" if role.failed_at else ""
-        table.add_row(
-            *(role.name, role.kind, f"{role.num_ready} of {role.num_wanted}", role.states, str(role.num_restarts)),
-            Text(failed),
-        )
-    table_console().print(table)
+
+def top_of_roles(job: str, address: str, *, once: bool) -> None:
+    """Of a multi-role job as a whole."""
+    from dlrover.cli.show.roles import watch_roles
+
+    with found_job(job, address) as found:
+        watch_roles(found.roles, table_console(), once=once, is_over=found.is_over)
 
 
 def _state_of(ray: Any, name: str) -> tuple[str, str]:

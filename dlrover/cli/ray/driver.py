@@ -57,12 +57,13 @@ class SubmittedJob:
         except self._ray.exceptions.RayError as error:
             raise Unavailable(f"the host of job {self.name} does not answer: {type(error).__name__}") from error
 
-    def roles(self, timeout: float = CALL_TIMEOUT) -> RolesReport:
-        """Of a multi-role job. Raises `Unavailable` if its conductor does not answer."""
+    def roles(self, known: RolesReport | None = None, *, timeout: float = CALL_TIMEOUT) -> RolesReport:
+        """Of a multi-role job: one that differs from `known`, or the same after a while. Raises `Unavailable` if its conductor does not answer."""
         actor = self._actor()
+        data = b"" if known is None else msgspec.json.encode(known)
         try:
-            return REPORT.decode(self._ray.get(actor.roles.remote(), timeout=timeout))
-        except AttributeError as error:
+            return REPORT.decode(self._ray.get(actor.roles.remote(data), timeout=timeout))
+        except (AttributeError, TypeError) as error:
             raise Unavailable(f"job {self.name} runs an older dlrover, which does not report its roles") from error
         except self._ray.exceptions.RayError as error:
             raise Unavailable(f"the conductor of job {self.name} does not answer: {type(error).__name__}") from error

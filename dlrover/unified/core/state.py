@@ -13,6 +13,8 @@ from dlrover.unified.core.spec import EnsembleSpec, RoleSpec
 RECOVERY = 3600 * MICROS_PER_SECOND
 """Without a failure for so long, a budget gets one restart back."""
 LONGEST_PAUSE = 30 * MICROS_PER_SECOND
+ENSEMBLE_DECISIONS = 1
+"""Grows when the same commands would lead to another state: then only snapshots of a journal can be used."""
 SAME_IN_A_ROW = 3
 """Deaths with the same traceback after which another restart of the same kind is no use."""
 
@@ -97,6 +99,7 @@ class RoleState(Struct):
 
 
 class EnsembleState(Struct):
+    decision_version: int = ENSEMBLE_DECISIONS
     spec: EnsembleSpec | None = None
     stage: StageOfJob = StageOfJob.INIT
     number: int = 0

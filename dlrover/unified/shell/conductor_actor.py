@@ -16,6 +16,7 @@ import msgspec
 from dlrover.cli.ray.bulletin import Bulletin
 from dlrover.cli.ray.messages import HostAccount, JobOver
 from dlrover.cli.ray.messages import pack as pack_news
+from dlrover.core.machine_journal import JournalCorrupt
 from dlrover.platforms.ray.access import namespace_of
 from dlrover.platforms.ray.raylet import on_raylet_end
 from dlrover.platforms.ray.store import ClusterKeyValues, JobResult, JobStore, Registry
@@ -23,7 +24,7 @@ from dlrover.protocol.errors import ConfigError
 from dlrover.protocol.messages.identity import Micros
 from dlrover.protocol.messages.roles import REPEAT
 from dlrover.unified.conductor import Conductor
-from dlrover.unified.core.machine import EXIT_NO_ROOM
+from dlrover.unified.core.machine import EXIT_FAILED, EXIT_NO_ROOM
 from dlrover.unified.core.messages import BeginEnsemble, FinishEnsemble, StageOfJob
 from dlrover.unified.extension import load_extension
 from dlrover.unified.plan import PLAN, EnsemblePlan
@@ -110,11 +111,15 @@ class ConductorActor:
             )
         )
 
-    async def roles(self) -> bytes:
-        """`RolesReport` as JSON, for commands."""
+    async def roles(self, known: bytes = b"") -> bytes:
+        """`RolesReport` as JSON, for commands: one that differs from `known`, or the same after a while."""
         await self._has_begun.wait()
         assert self._conductor is not None
         assert self._plan is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPEAT):
+                while msgspec.json.encode(roles_report(self._conductor.status(), self._plan)) == known:
+                    await self._conductor.next_decision()
         return msgspec.json.encode(roles_report(self._conductor.status(), self._plan))
 
     async def stop(self, number: int) -> None:
@@ -172,6 +177,11 @@ class ConductorActor:
         except ConductorFenced as error:
             log.warning("%s", error)
             os._exit(1)
+        except JournalCorrupt as error:  # the next life would find the same
+            tending.cancel()
+            showing.cancel()
+            await self._finish(FinishEnsemble(EXIT_FAILED, f"The conductor cannot go on. {error}"))
+            return
         except Exception as error:  # the edge of the process: Ray starts the next life, which reads the journal
             log.exception("the conductor failed job=%s", self._job_uid)
             self._bulletin.say(f"the conductor failed: {type(error).__name__}: {error}")

@@ -29,13 +29,15 @@ CHECK_SIZE = 1 << 20
 LEAST_SLOWNESS = 1.1
 """Of the mean. Ranks that differ by less are equally fast, however small their deviation is."""
 PATIENCE = 300.0
-"""Seconds for rank 0 to offer its address."""
+"""Seconds for a rank to write what the others need of it."""
 
 
 @contextlib.contextmanager
 def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
     """In the user's thread, around the entry point."""
     assert order.process_group is not None
+    if not order.is_named_as_of_old and not order.is_device_by_rank:
+        _see_devices_of_node(order, store)
     address, held = _coordinator(order, store)
     host, _, port = address.rpartition(":")
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
@@ -117,6 +119,18 @@ def stragglers(seconds: Sequence[float]) -> list[int]:
     return []
 
 
+def visible_devices(gpus: Sequence[Sequence[str]]) -> list[str]:
+    """
+    Of the ranks of a node, by what Ray gave to each: the device of local rank N is at place N, further ones come after those.
+
+    Empty: a rank has none, or shares one with others, and sees what Ray shows it.
+    """
+    if not gpus or not all(gpus):
+        return []
+    ordered = [each[0] for each in gpus] + [device for each in gpus for device in each[1:]]
+    return ordered if len(set(ordered)) == len(ordered) else []
+
+
 def torch_device(*, gpus: Sequence[str], visible: str | None, local_rank: int, is_by_rank: bool) -> str:
     """`gpus`: ids that Ray gave to this instance. `visible`: CUDA_VISIBLE_DEVICES. Raises `ConfigError`."""
     if is_by_rank:
@@ -163,6 +177,38 @@ def _device(order: InstanceOrder) -> str:
     )
 
 
+def _see_devices_of_node(order: InstanceOrder, store: KeyValues) -> None:
+    """
+    As below torchrun, a rank sees the GPUs of all ranks of its role on its node, and LOCAL_RANK is the number of its own.
+
+    Ray shows each rank its own GPU alone, as number 0. Too late if the module of the entry point has used a GPU.
+    """
+    import ray
+
+    mine = [str(each) for each in ray.get_gpu_ids()]
+    if not mine or "CUDA_VISIBLE_DEVICES" in order.environ:
+        return
+    prefix = f"{order.job_uid}/devices/{order.role}/{order.incarnation}/"
+    store.put(f"{prefix}{order.rank}", ",".join(mine).encode())
+    first = order.rank - order.rank % order.local_world_size
+    found = [
+        _await_key(store, f"{prefix}{rank}", f"Rank {rank} of role {order.role} named no devices").split(",")
+        for rank in range(first, first + order.local_world_size)
+    ]
+    if devices := visible_devices(found):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+
+
+def _await_key(store: KeyValues, key: str, otherwise: str) -> str:
+    """Raises `JobError`."""
+    deadline = time.monotonic() + PATIENCE
+    while (data := store.get(key)) is None:
+        if time.monotonic() > deadline:
+            raise JobError(f"{otherwise} within {PATIENCE:.0f} s.")
+        time.sleep(PAUSE)  # the store tells nobody of a new key
+    return data.decode()
+
+
 def _coordinator(order: InstanceOrder, store: KeyValues) -> tuple[str, Any]:
     """All ranks of a life of the role have the same incarnation, because they start again together."""
     key = f"{order.job_uid}/coordinator/{order.role}/{order.incarnation}"
@@ -175,9 +221,4 @@ def _coordinator(order: InstanceOrder, store: KeyValues) -> tuple[str, Any]:
         address = f"{ray.util.get_node_ip_address()}:{held.getsockname()[1]}"
         store.put(key, address.encode())
         return address, held
-    deadline = time.monotonic() + PATIENCE
-    while (data := store.get(key)) is None:
-        if time.monotonic() > deadline:
-            raise JobError(f"Rank 0 of role {order.role} offered no address within {PATIENCE:.0f} s.")
-        time.sleep(PAUSE)  # the store tells nobody of a new key
-    return data.decode(), None
+    return _await_key(store, key, f"Rank 0 of role {order.role} offered no address"), None

@@ -59,20 +59,31 @@ class Forked:
 
 
 def checked() -> None:
-    """Its communication check fails in the first life: see below."""
+    """After the communication check: see below."""
     (folder() / f"checked-{current_worker().actor_info.rank}-{current().incarnation}").touch()
 
 
-def _break_check_once() -> None:
-    if is_inside() and current().role == "broken" and current().incarnation == 1:
+def _trouble_check() -> None:
+    """A rank that fails once, and a rank whose multiplications are slow."""
+    if not is_inside():
+        return
+    if (current().role, current().rank, current().incarnation) == ("broken", 1, 1):
         torch.distributed.all_reduce = _fails
+    if (current().role, current().rank) == ("slow", 2):
+        torch.Tensor.__matmul__ = _slowly
 
 
-def _fails(*args: object) -> None:
+def _fails(*args: object, **more: object) -> None:
     raise RuntimeError("a cable is out")
 
 
-_break_check_once()
+def _slowly(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    time.sleep(SLOW)
+    return torch.mm(left, right)
+
+
+SLOW = 0.2
+_trouble_check()
 
 
 def fail() -> None:

@@ -120,6 +120,14 @@ class Summing:
                 return
 
 
+def devices() -> None:
+    """What a rank may use: its own device as Ray numbers it, and what it sees at the place of its local rank."""
+    import ray
+
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    note(f"{ray.get_gpu_ids()[0]} {visible[int(os.environ['LOCAL_RANK'])]} of {len(visible)}")
+
+
 class Feeder:
     def run(self) -> None:
         for task in Stream("samples").tasks():
@@ -143,3 +151,62 @@ def fails() -> None:
 
 def ends() -> None:
     note("ends")
+
+
+class Gate:
+    """Each of its states lasts until a file is there: its making, its run, and its end after it was asked to."""
+
+    def __init__(self) -> None:
+        note(f"comes {current().incarnation}")
+        while not (folder() / f"go-{current().incarnation}").exists():
+            time.sleep(0.02)
+
+    def run(self) -> None:
+        note("runs")
+        while not (folder() / "leave").exists():
+            if current().incarnation == 1 and current().ending.is_set():
+                return  # of the restart of the whole job
+            time.sleep(0.02)
+
+
+class Stuck:
+    """Does not end, whoever asks."""
+
+    def run(self) -> None:
+        note("runs")
+        while True:
+            time.sleep(0.02)
+
+
+class Owner:
+    """Of a queue, when it may be; gives one item in each life, when it may."""
+
+    def run(self) -> None:
+        import ray
+
+        from dlrover.unified.api.queue import DataQueue
+
+        note(f"in {ray.util.get_current_placement_group().id.hex()}")
+        _await("own")
+        queue: DataQueue[int] = DataQueue("numbers", is_master=True)
+        _await(f"put-{current().incarnation}")
+        queue.put(current().incarnation)
+        _await("stop")
+
+
+class User:
+    """Of that queue; looks for it before it is there, and asks before there is an item."""
+
+    def run(self) -> None:
+        from dlrover.unified.api.queue import DataQueue
+
+        note("looks")
+        queue: DataQueue[int] = DataQueue("numbers")
+        note("asks")
+        note(f"has {queue.get()}")
+        _await("stop")
+
+
+def _await(name: str) -> None:
+    while not (folder() / name).exists() and not current().ending.is_set():
+        time.sleep(0.02)

@@ -58,6 +58,8 @@ def test_workers_made_of_a_class_take_calls_and_come_back_alone(lab: RayLab, sta
     assert shown.startswith(f"{job.handle.name}: RUNNING, 0 restarts of the whole job.")
     [line] = [line for line in shown.splitlines() if line.startswith("server ")]
     assert line.split()[:8] == ["server", "simple", "1", "of", "1", "1", "running", "1"], shown
+    top = dlrover("top", job.handle.name, "--ray", lab.address)
+    assert top.splitlines()[1:] == shown.splitlines()[1:], "no address of a master is needed to see all roles"
     link = dlrover("dashboard", f"{job.handle.name}.member", "--ray", lab.address)
     assert link.startswith("http://127.0.0.1:"), link
     job.let_end()
@@ -76,6 +78,18 @@ def test_ranks_in_actors_train_together_and_restart_together(lab: RayLab, start:
     job.let_end()
     assert job.handle.wait(120) == 0, job.handle.report
     lab.await_nothing_left(job.handle.job_uid)
+
+
+def test_local_rank_is_the_number_of_a_ranks_own_device(lab: RayLab, start: Start):
+    """In actors as below an agent. Ray itself shows each rank one device, as number 0."""
+    machine = lab.add_machine(num_cpus=1, num_gpus=2)
+    try:
+        job = start(Role.elastic("ranks", f"{ROLES}.devices", nproc=2, cpus=0.2, gpus=2).in_actor())
+        assert job.handle.wait(240) == 0, job.handle.report
+        notes = [job.notes(f"ranks-{rank}") for rank in range(2)]
+        assert sorted(notes) == [["0 0 of 2"], ["1 1 of 2"]]
+    finally:
+        lab.remove_machine(machine)
 
 
 def dlrover(*words: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from dlrover.python.unified.controller.master import PrimeMaster
 
 from dlrover.unified import attach
 from dlrover.unified.api.config import new_config
+from dlrover.unified.shell.process_group import CHECK_ROUNDS
 from tests.ray.lab import RayLab, until
+from tests.ray.unified.old_roles import SLOW
 
 OLD = "tests.ray.unified.old_roles"
 
@@ -69,14 +72,37 @@ def test_an_entry_point_that_fails_ends_the_job(lab: RayLab, tmp_path: Path, str
     lab.await_nothing_left()
 
 
-def test_a_communication_check_that_fails_once_restarts_the_role(lab: RayLab, tmp_path: Path):
-    """Scenario 3."""
+def test_a_communication_check_that_fails_once_restarts_the_role(
+    lab: RayLab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Scenario 3; row 22 of section 19: it fails on one rank of two, and that one is named."""
     job = (
         DLJobBuilder().device_type("CPU").config({"folder": str(tmp_path)})
         .role("broken").train(f"{OLD}.checked").nnodes(1).nproc_per_node(2).resource(cpu=0.5).build()
     )  # fmt: skip
-    assert job.submit("checked") == 0
+    assert job.submit("checked", blocking=False).handle.wait(240, show=True) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checked-0-2", "checked-1-2"]
+    said = capsys.readouterr().err
+    assert "broken-1 failed (JobError: The communication check failed: a cable is out): role broken restarts." in said
+    lab.await_nothing_left()
+
+
+def test_a_communication_check_names_slow_ranks_with_their_seconds(
+    lab: RayLab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Row 22 of section 19: each rank of three is timed by itself, an odd number is no trouble, and a slow one may train."""
+    job = (
+        DLJobBuilder().device_type("CPU").config({"folder": str(tmp_path)})
+        .role("slow").train(f"{OLD}.checked").nnodes(1).nproc_per_node(3).resource(cpu=0.5).build()
+    )  # fmt: skip
+    assert job.submit("slow", blocking=False).handle.wait(240, show=True) == 0
+    found = re.search(
+        r"slow in the communication check: rank 2 took ([\d.]+) s; the median is ([\d.]+) s", capsys.readouterr().out
+    )
+    assert found is not None
+    slow, median = map(float, found.groups())
+    assert slow >= CHECK_ROUNDS * SLOW > median
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checked-{rank}-1" for rank in range(3)]
     lab.await_nothing_left()
 
 

@@ -13,6 +13,9 @@ from tests.ray.jobs import run_dlrover
 from tests.ray.lab import RayLab, until
 from tests.ray.unified.conftest import ROLES, Start
 
+SOON = 20.0
+"""Seconds: ten times what a call to a dead role may take. A call that only waits raises `CallTimeout` after 60."""
+
 
 def driver(**more: object) -> Role:
     return Role.simple("driver", f"{ROLES}.Driver", cpus=0.1, driver=True, needs=["server"], **more)
@@ -34,11 +37,11 @@ def test_calls_survive_what_they_promise(lab: RayLab, start: Start):
     assert kind == "CallFailed"
     assert "fail of server-0 raised ValueError: no such answer" in text
 
-    # A plain call whose callee dies is lost, and at once; the next one waits for the next life.
+    # A plain call whose callee dies is lost, and soon; the next one waits for the next life.
     began = time.monotonic()
     kind, text = job.ask("relay", "server", 0, "die", ())
     assert (kind, "server-0 (incarnation 1) died" in text) == ("InstanceLost", True)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < SOON
     kind, (total, _, incarnation) = job.ask("relay", "server", 0, "add", (2, 3))
     assert (kind, total, incarnation) == ("ok", 5, 2)
 
@@ -119,6 +122,16 @@ def test_a_job_that_finds_no_room_in_its_time_says_what_has_none(lab: RayLab, st
     lab.await_nothing_left(first.handle.job_uid, late.handle.job_uid)
 
 
+def test_an_instance_that_does_not_end_is_killed_when_its_time_is_up(lab: RayLab, start: Start):
+    """Row 5 of section 19: not only asked, and none stays."""
+    job = start(Role.simple("stuck", f"{ROLES}.Stuck", cpus=0.1, driver=True), stop_grace=1.0)
+    until(lambda: job.notes("stuck-0") == ["runs"], job.explain)
+    job.account()  # the process is noted, and must not be left
+    assert job.handle.stop("by a person", 7)
+    assert job.handle.wait(120) == 7
+    lab.await_nothing_left(job.handle.job_uid)
+
+
 def test_a_users_mistake_ends_the_job_with_its_words(lab: RayLab, start: Start):
     job = start(Role.simple("worker", f"{ROLES}.fails", cpus=0.1, driver=True), max_job_restarts=1)
     assert job.handle.wait(120) == 1
@@ -136,8 +149,10 @@ def test_a_call_to_a_role_that_ended_raises_soon(start: Start):
     job.await_instance("short-0", 1, "succeeded")
     os.kill(job.account().pids["short-0.1"], 9)
     job.await_instance("short-0", 1, "finished")
+    began = time.monotonic()
     kind, text = job.ask("relay", "short", 0, "anything", ())
     assert (kind, "it has ended" in text) == ("RoleGone", True)
+    assert time.monotonic() - began < SOON
 
 
 @pytest.mark.parametrize(

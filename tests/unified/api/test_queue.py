@@ -26,19 +26,19 @@ def use_a_queue() -> None:
         while "get" not in waiting(owned):
             assert not one.done(), "an empty list was given for an item"
         owned.put(1)
-        assert one.result(60) == [1], "at least one, and not the whole batch"
+        assert one.result(120) == [1], "at least one, and not the whole batch"
 
         three = threads.submit(found.get, 3, exactly=True)
         owned.put(2, 3)
         assert not three.done()
         owned.put(4)
-        assert three.result(60) == [2, 3, 4]
+        assert three.result(120) == [2, 3, 4]
 
         full = threads.submit(owned.put, 5, 6, 7, 8)
         rest: list[int] = []
         while len(rest) < 4:
             rest += found.get(4)
-        full.result(60)
+        full.result(120)
         assert rest == [5, 6, 7, 8]
     assert found.qsize() == 0
     assert METHODS.repeatable() == [], (
