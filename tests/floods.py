@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
 import pytest
 
 from dlrover.protocol.rpc.door import SYNCOOKIES
@@ -23,6 +24,12 @@ needs_cookies = pytest.mark.skipif(
     not SYNCOOKIES.exists() or SYNCOOKIES.read_text().strip() == "0", reason="this kernel sends no SYN cookies"
 )
 """Only with them does the kernel keep connections that say nothing."""
+
+
+def connections_to(port: int) -> int:
+    """That this process has taken."""
+    mine = psutil.Process().net_connections("tcp")
+    return sum(each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED for each in mine)
 
 
 class Flooding:

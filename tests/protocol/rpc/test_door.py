@@ -14,7 +14,6 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-import psutil
 import pytest
 
 from dlrover.protocol.codec import QUESTION, VERDICT, Question, encode_frame
@@ -32,7 +31,7 @@ from dlrover.protocol.rpc.door import (
 )
 from dlrover.protocol.rpc.server import MasterServer
 from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, MAX_STREAMS, SERVICE, call_metadata, open_channel
-from tests.floods import STRANGER, needs_cookies
+from tests.floods import STRANGER, connections_to, needs_cookies
 from tests.protocol.conftest import TOKEN, Agent, PlainLoop, Serve
 from tests.protocol.rpc import by_hand
 from tests.protocol.rpc.by_hand import NO_SETTINGS, PREFACE
@@ -197,12 +196,6 @@ async def test_who_shows_no_token_is_sent_away_and_who_has_stays(
         assert all(agent.channel.outage() == 0.0 for agent in agents)
     finally:
         await wide.stop()
-
-
-def connections_to(port: int) -> int:
-    """That this process has taken."""
-    mine = psutil.Process().net_connections("tcp")
-    return sum(each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED for each in mine)
 
 
 @needs_cookies
