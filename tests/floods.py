@@ -9,11 +9,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+import pytest
+
+from dlrover.protocol.rpc.door import SYNCOOKIES
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "floods.py"
 STRANGER = "127.0.0.2"
 """An address of this machine that no honest caller of a test has."""
 FEW_CONNECTIONS = {"reset": 1, "open": 1, "bodies": 10, "idle": 1000, "settled": 1000, "handshakes": 500}
 """Kinds of floods of the master's port, and how many connections at a time a short test has. `make chaos` has up to 4,000."""
+
+needs_cookies = pytest.mark.skipif(
+    not SYNCOOKIES.exists() or SYNCOOKIES.read_text().strip() == "0", reason="this kernel sends no SYN cookies"
+)
+"""Only with them does the kernel keep connections that say nothing."""
+
+
+def connections_to(port: int) -> int:
+    """That this process has taken."""
+    mine = psutil.Process().net_connections("tcp")
+    return sum(each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED for each in mine)
 
 
 class Flooding:

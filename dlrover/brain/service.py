@@ -22,7 +22,7 @@ from dlrover.protocol.messages.brain import BrainQuestion, BrainReply, BrainVerd
 from dlrover.protocol.messages.frames import Refusal
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from dlrover.protocol.rpc.brain import BRAIN_QUESTION, BRAIN_SERVICE, BRAIN_VERDICT, MAX_BRAIN_BYTES
-from dlrover.protocol.rpc.door import MAX_OUTSIDE, Door, place_of
+from dlrover.protocol.rpc.door import MAX_OUTSIDE, Door, leave_the_silent_to_the_kernel, place_of
 from dlrover.protocol.rpc.rarely import Rarely
 from dlrover.protocol.rpc.server import MethodTable, bind_error, explain_versions, max_connections
 from dlrover.protocol.rpc.transport import (
@@ -90,6 +90,7 @@ class BrainServer:
         except RuntimeError as error:
             raise bind_error(host, port, error, who="Brain") from error
         self._server = server
+        leave_the_silent_to_the_kernel(int(bound))
         self._door = Door(int(bound), max_outside=min(MAX_OUTSIDE, most // 4))
         return int(bound)
 

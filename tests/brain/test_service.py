@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 from pathlib import Path
@@ -23,6 +24,7 @@ from dlrover.protocol.rpc.brain import BRAIN_QUESTION, BRAIN_SERVICE, MAX_BRAIN_
 from dlrover.protocol.rpc.transport import ASK_METHOD, call_metadata, open_channel
 from tests.brain.conftest import Serve
 from tests.brain.jobs import Clock, began, ref, run
+from tests.floods import STRANGER, connections_to, needs_cookies
 
 
 async def asked(brain: RunningBrain, question: object, token: str = "", timeout: float = 30.0) -> object:
@@ -56,6 +58,17 @@ async def test_strangers_are_refused_and_learn_nothing(serve: Serve) -> None:
             with pytest.raises(Rejected, match="token of a tenant of Brain is missing or wrong"):
                 await asked(brain, JobsAsked(), wrong)
         assert isinstance(await asked(brain, JobsAsked(), token), JobList)
+
+
+@needs_cookies
+async def test_connections_that_say_nothing_do_not_reach_brain(serve: Serve) -> None:
+    """The kernel hands connections over in their order, and the one that asks comes last."""
+    async with serve() as brain:
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stack.enter_context(socket.create_connection(("127.0.0.1", brain.port), source_address=(STRANGER, 0)))
+            assert isinstance(await asked(brain, JobsAsked()), JobList)
+            assert connections_to(brain.port) <= 1
 
 
 async def test_another_protocol_version_is_refused_with_what_to_do(serve: Serve) -> None:

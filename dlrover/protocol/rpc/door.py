@@ -5,6 +5,9 @@ gRPC bounds the streams of a connection, but not the connections of an address, 
 server of the page has neither. A relay before them could have both, for the price of a copy and a wake-up for each message of each agent.
 The door looks from behind instead: all connections are descriptors of this process, so it can see them and shut them down.
 
+A connection that says nothing need not come that far. Every caller of gRPC speaks first, so the kernel keeps such a connection for a minute, and
+hands it over with its first byte (`leave_the_silent_to_the_kernel`).
+
 A connection is *inside* while a call that has shown the token lasts, else *outside*. The door does not look at connections inside.
 An address may have some connections outside, and all addresses together some more; the oldest are closed first, so that a new caller has time to show its
 token. For a moment a new one does not count as one of too many of its address, unless others of that address were just closed. Ten thousand agents may come at once, from one address, and wait outside until the master has read their calls. So there is more room, and
@@ -29,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from urllib.parse import unquote
 
 from dlrover.protocol.rpc.rarely import Rarely
@@ -69,6 +73,13 @@ FADING = 0.9
 """The part of that room that a look leaves: half of it is gone after 0.7 s."""
 RETURN = 600
 """Looks (a minute) for which a restarted master expects its agents back."""
+
+SILENCE = 60
+"""
+Seconds that the kernel waits for the first byte of a connection, or up to twice as long: it counts in its own retries. The longer, the more rarely a
+stranger's thousand silent connections come to the process, all at once, and come back when it has closed them.
+"""
+SYNCOOKIES = Path("/proc/sys/net/ipv4/tcp_syncookies")
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _BPF_RETURN = 6
@@ -320,6 +331,29 @@ def _drop_all(sock: socket.socket) -> None:
     for _ in range(_MAX_THROWN):
         if not sock.recv_into(thrown, _THROW_BYTES, socket.MSG_TRUNC | socket.MSG_DONTWAIT):
             return
+
+
+def leave_the_silent_to_the_kernel(port: int, syncookies: Path = SYNCOOKIES) -> None:
+    """
+    Of a port of this process where callers speak first. A connection costs the process nothing until then.
+
+    The kernel has room for as many as may wait to be accepted, 4,096 by default. Without SYN cookies it would send honest callers away when strangers
+    take that room, so then nothing is changed. With them it hands over what has no room at once.
+    """
+    with contextlib.suppress(OSError):  # another kernel, or one without cookies
+        if syncookies.read_text().strip() == "0":
+            return
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), _copy_of(int(name)) as sock:
+                if _listens(sock, port):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENCE)
+
+
+def _listens(sock: socket.socket, port: int) -> bool:
+    """Raises OSError."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != port:
+        return False
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import ConfigError, Rejected
 from dlrover.protocol.messages.frames import FromAgent, FromMaster
 from dlrover.protocol.messages.job import PROTOCOL_VERSION, Reply
-from dlrover.protocol.rpc.door import MAX_OUTSIDE, Door, place_of
+from dlrover.protocol.rpc.door import MAX_OUTSIDE, Door, leave_the_silent_to_the_kernel, place_of
 from dlrover.protocol.rpc.questions import sendable, verdict_on
 from dlrover.protocol.rpc.rarely import Rarely
 from dlrover.protocol.rpc.transport import (
@@ -121,6 +121,7 @@ class MasterServer:
         except RuntimeError as error:
             raise bind_error(host, port, error) from error
         self._server = server
+        leave_the_silent_to_the_kernel(int(bound))
         self._door = Door(int(bound), max_outside=min(MAX_OUTSIDE, most_connections // 4))
         return int(bound)
 

@@ -10,7 +10,7 @@ import pytest
 
 from dlrover.protocol.messages.job import Ping, Pong
 from dlrover.protocol.rpc.client import ask
-from tests.floods import FEW_CONNECTIONS, Flooding
+from tests.floods import FEW_CONNECTIONS, Flooding, needs_cookies
 from tests.master.conftest import TOKEN, Connect, MakeMaster, MasterProcess
 
 LENGTH = 1.5
@@ -47,7 +47,26 @@ async def test_floods_cost_honest_callers_and_the_master_nearly_nothing(
     assert "Traceback" not in master.log()
 
 
-@pytest.mark.parametrize("kind", ["idle", "settled"])
+@needs_cookies
+async def test_connections_that_say_nothing_take_no_descriptors_and_are_not_closed(make_master: MakeMaster) -> None:
+    """A stranger whose connection is closed opens the next one. While the kernel keeps them it has no reason to."""
+    master = make_master()
+    master.start()
+    assert isinstance(await ask(master.address, Ping(), token=TOKEN, timeout=CALL_LIMIT), Pong)
+    before = psutil.Process(master.pid).num_fds()
+    with Flooding("idle", master.address, seconds=60, connections=1000) as flood:
+        await asyncio.to_thread(flood.wait_until_it_began)
+        ends_at = time.monotonic() + LENGTH
+        while time.monotonic() < ends_at:
+            assert isinstance(await ask(master.address, Ping(), token=TOKEN, timeout=CALL_LIMIT), Pong)
+            assert psutil.Process(master.pid).num_fds() < before + 100
+            await asyncio.sleep(0.02)  # between two calls, as between those of people
+        count = flood.end()
+    assert count["connections"] > 100
+    assert not count["closed"]
+
+
+@pytest.mark.parametrize("kind", ["handshakes", "settled"])
 async def test_strangers_never_take_the_last_descriptors(make_master: MakeMaster, connect: Connect, kind: str) -> None:
     """A master with 300 of them, and 1000 connections that come again as soon as they are closed."""
     master = make_master(max_descriptors=300)

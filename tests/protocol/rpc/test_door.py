@@ -10,6 +10,7 @@ import socket
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -19,10 +20,18 @@ from dlrover.protocol.codec import QUESTION, VERDICT, Question, encode_frame
 from dlrover.protocol.messages.frames import Answer, Request
 from dlrover.protocol.messages.job import MAX_MESSAGE_BYTES, Ping, Pong, Reply, StopJob
 from dlrover.protocol.rpc.client import ask
-from dlrover.protocol.rpc.door import MAX_ANSWERS, MAX_CALLS, MAX_OF_ADDRESS, SHARE, Door, place_of
+from dlrover.protocol.rpc.door import (
+    MAX_ANSWERS,
+    MAX_CALLS,
+    MAX_OF_ADDRESS,
+    SHARE,
+    Door,
+    leave_the_silent_to_the_kernel,
+    place_of,
+)
 from dlrover.protocol.rpc.server import MasterServer
 from dlrover.protocol.rpc.transport import AGENT_METHOD, ASK_METHOD, MAX_STREAMS, SERVICE, call_metadata, open_channel
-from tests.floods import STRANGER
+from tests.floods import STRANGER, connections_to, needs_cookies
 from tests.protocol.conftest import TOKEN, Agent, PlainLoop, Serve
 from tests.protocol.rpc import by_hand
 from tests.protocol.rpc.by_hand import NO_SETTINGS, PREFACE
@@ -167,7 +176,7 @@ async def test_a_call_that_the_master_does_not_read_has_128_kib_taken_while_anot
 async def test_who_shows_no_token_is_sent_away_and_who_has_stays(
     serve: Serve, master_loop: PlainLoop, connect: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Silent ones, half handshakes and whole ones; also where one socket listens for IPv4 and IPv6."""
+    """One byte, half handshakes and whole ones; also where one socket listens for IPv4 and IPv6."""
     _, address = await serve()
     wide = MasterServer(token=TOKEN)
     both = f"127.0.0.1:{wide.bind('::' if socket.has_ipv6 else '0.0.0.0', 0)}"
@@ -179,7 +188,7 @@ async def test_who_shows_no_token_is_sent_away_and_who_has_stays(
         async with contextlib.AsyncExitStack() as stack:
             opened = []
             for place in (address, both):
-                for say in (b"", PREFACE[:5], PREFACE + NO_SETTINGS):
+                for say in (PREFACE[:1], PREFACE[:5], PREFACE + NO_SETTINGS):
                     opened += await stack.enter_async_context(strangers(place, 1, say=say))
             await asyncio.gather(*(each.closed() for each in opened))
         assert "reason=silent" in caplog.text
@@ -189,12 +198,68 @@ async def test_who_shows_no_token_is_sent_away_and_who_has_stays(
         await wide.stop()
 
 
+@needs_cookies
+@pytest.mark.parametrize("host", ["127.0.0.1", "::"])
+async def test_a_connection_that_says_nothing_does_not_reach_the_master(master_loop: PlainLoop, host: str) -> None:
+    """A caller that connects later and speaks is answered, and who was silent may still speak."""
+    if host == "::" and not socket.has_ipv6:
+        pytest.skip("no IPv6 on this machine")
+    server = MasterServer(token=TOKEN)
+    port = server.bind(host, 0)
+    address = f"127.0.0.1:{port}"
+    await server.start(master_loop)
+    try:
+        async with strangers(address, 50) as silent:
+            assert isinstance(await ask(address, Ping(), token=TOKEN, timeout=DEADLINE), Pong)
+            assert connections_to(port) <= 1, "at most the one that asked, and is accepted after all others"
+            silent[0].writer.write(PREFACE + NO_SETTINGS)
+            async with asyncio.timeout(DEADLINE):
+                head = await silent[0].reader.readexactly(9)
+            assert head[3] == by_hand.SETTINGS
+            assert connections_to(port) <= 2
+    finally:
+        await server.stop()
+
+
+@needs_cookies
+async def test_silent_connections_beyond_the_room_of_the_kernel_keep_nobody_out() -> None:
+    """A port with room for eight: the kernel hands the others over, and the caller who speaks."""
+    with socket.create_server(("127.0.0.1", 0), backlog=8) as listening:
+        listening.settimeout(DEADLINE)
+        leave_the_silent_to_the_kernel(listening.getsockname()[1])
+        with contextlib.ExitStack() as stack:
+            places = set()
+            for _ in range(12):
+                silent = stack.enter_context(socket.create_connection(listening.getsockname()))
+                places.add(silent.getsockname())
+            caller = stack.enter_context(socket.create_connection(listening.getsockname()))
+            caller.sendall(b"x")
+            accepted = []
+            while caller.getsockname() not in accepted:
+                sock, place = listening.accept()
+                sock.close()
+                accepted.append(place)
+            assert 0 < len(places & set(accepted)) < len(places)
+
+
+@pytest.mark.parametrize("cookies", ["0", "1", None])
+def test_without_syn_cookies_the_kernel_keeps_no_silent_connection(tmp_path: Path, cookies: str | None) -> None:
+    """Its room is bounded: without cookies, strangers who fill it keep all others out."""
+    told = tmp_path / "tcp_syncookies"
+    if cookies is not None:
+        told.write_text(f"{cookies}\n")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        leave_the_silent_to_the_kernel(listening.getsockname()[1], told)
+        keeps = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT) > 0
+    assert keeps == (cookies == "1")
+
+
 async def test_an_address_has_few_connections_and_a_refused_one_none(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All are closed in the end; that these were too many is told long before they count as silent."""
     _, address = await serve()
-    async with strangers(address, MAX_OF_ADDRESS + 10) as opened:
+    async with strangers(address, MAX_OF_ADDRESS + 10, say=PREFACE[:1]) as opened:
         closing = [asyncio.ensure_future(each.closed()) for each in opened]
         while sum(each.done() for each in closing) < 10:
             await asyncio.wait([each for each in closing if not each.done()], return_when=asyncio.FIRST_COMPLETED)
@@ -291,7 +356,10 @@ async def test_a_restarted_master_has_room_for_the_agents_that_it_expects(master
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start(master_loop, num_expected=20)
     try:
-        async with strangers(address, MAX_OF_ADDRESS + 20) as slow, strangers(address, 30) as more:
+        async with (
+            strangers(address, MAX_OF_ADDRESS + 20, say=PREFACE[:1]) as slow,
+            strangers(address, 30, say=PREFACE[:1]) as more,
+        ):
             closing = [asyncio.ensure_future(each.closed()) for each in (*slow, *more)]
             while sum(each.done() for each in closing) < 10:
                 await asyncio.wait([each for each in closing if not each.done()], return_when=asyncio.FIRST_COMPLETED)
