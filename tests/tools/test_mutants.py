@@ -12,6 +12,10 @@ MODULE = '''\
 from __future__ import annotations
 
 LIMIT = 3
+LIMITS = [4, 5]
+Pair = tuple[int, bytes]
+Names = Mapping[str, Pair]
+SECOND = LIMITS[1]
 
 
 def decide(first: int, second: int, *, is_late: bool = False) -> bool | None:
@@ -73,13 +77,15 @@ def test_texts_for_people_types_and_assertions_are_left_alone(tmp_path: Path) ->
     assert texts == []
     assert [mutant.after for mutant in mutants if "why=''" in mutant.after or '"""' in mutant.before] == []
     assert [mutant.after for mutant in mutants if "assert" in mutant.before] == []
+    assert [mutant.after for mutant in mutants if mutant.before.startswith(("Pair", "Names"))] == []
+    assert [mutant.after for mutant in mutants if mutant.before.startswith("SECOND")] == ["SECOND = LIMITS[2]"]
 
 
 def test_a_default_belongs_to_the_body_that_defines_the_function(tmp_path: Path) -> None:
     (default,) = [mutant for mutant in found(tmp_path) if "is_late: bool=True" in mutant.after]
     assert default.function == ""
     (inside,) = [mutant for mutant in found(tmp_path) if mutant.after == "return None"]
-    assert (inside.function, inside.first_line, inside.line) == ("decide", 8, 12)
+    assert (inside.function, inside.first_line, inside.line) == ("decide", 12, 16)
 
 
 def test_each_can_be_compiled_and_told_from_the_others(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Mutant:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return compile(_changed(tree, self.steps, self.replacement), str(file), "exec")
+            return compile(changed(tree, self.steps, self.replacement), str(file), "exec")
 
 
 def mutants_of(root: Path, path: str) -> list[Mutant]:
@@ -128,6 +128,10 @@ class _Finder:
                 pass
             case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.Assign(targets=[ast.Name(id="__all__")]):
                 pass
+            case ast.Assign(value=ast.Subscript(value=ast.Name(id=name))) if self._function is None and _names_type(
+                name
+            ):
+                pass  # another name for a type
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._visit_function(node, steps)
             case ast.ClassDef():
@@ -325,7 +329,7 @@ class _Finder:
     ) -> None:
         inner = steps[len(self._statement_steps) :]
         if inner:
-            after = _head(_changed(copy.deepcopy(self._statement), inner, replacement))
+            after = _head(changed(copy.deepcopy(self._statement), inner, replacement))
         else:
             after = "pass" if replacement is None else ast.unparse(replacement)
         before = _head(self._statement)
@@ -351,6 +355,11 @@ class _Finder:
                 replacement=replacement,
             )
         )
+
+
+def _names_type(name: str) -> bool:
+    """By its spelling: `tuple[int, ...]`, `Sequence[Node]`; `LIMITS[0]` is a value."""
+    return name in ("tuple", "list", "dict", "set", "frozenset", "type") or (name != name.upper() and name[0].isupper())
 
 
 def _is_sentence(node: ast.expr) -> bool:
@@ -381,7 +390,7 @@ def _is_text(node: ast.expr) -> bool:
     )
 
 
-def _changed(tree: ast.AST, steps: tuple[Step, ...], replacement: ast.AST | None) -> ast.AST:
+def changed(tree: ast.AST, steps: tuple[Step, ...], replacement: ast.AST | None) -> ast.AST:
     """The tree itself, with the node at the end of the steps replaced or taken away."""
     node = tree
     for field, index in steps[:-1]:

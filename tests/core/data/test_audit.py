@@ -148,6 +148,15 @@ def test_a_stream_that_went_back_counts_from_there() -> None:
     assert (finding.num_trusted, finding.num_seen) == (10, 50)
 
 
+def test_a_stream_is_owed_from_where_it_begins() -> None:
+    spec = DatasetSpec(name="d", size=60, shard_size=10, storage=StorageKind.STREAM, partitions={"p": 5})
+    scene = Reading(terms(2)).begin("a", "b", spec=spec)
+    finish(scene)
+    finding = audited(scene)
+    assert finding.is_clean, finding
+    assert (finding.num_seen, finding.num_owed) == (60, 60)
+
+
 def test_lists_of_the_original_are_counted(scene: Reading) -> None:
     text = json.dumps(
         {"dataset_name": "d", "todo": [[0, 3, [7, 99, 4]]], "doing": [[8, 10]], "epoch": 1, "splitter": None}

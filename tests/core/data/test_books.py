@@ -418,6 +418,20 @@ def test_nobody_waits_for_ever_for_the_word_about_the_model(scene: Reading) -> N
     assert "did not say in time which model" in scene.job.state.verdict
 
 
+def test_what_storage_has_is_never_read_again_once_the_wait_for_the_word_is_over(scene: Reading) -> None:
+    [shard] = scene.take("a")
+    scene.consume("a", shard, step=1)
+    former = scene.round
+    scene.new_round("a", "b")
+    commit(scene, 1, former)
+    assert not scene.take("b")
+    books = scene.job.state.data
+    assert (books.folded, list(books.datasets["d"].provisional)) == (-1, [1])
+    scene.at(RESTORE_PATIENCE + 1)
+    assert scene.take("b")
+    assert (books.folded, list(books.datasets["d"].provisional)) == (1, [])
+
+
 def test_while_the_master_is_away_nobody_can_say_which_model_it_is(scene: Reading) -> None:
     [shard] = scene.take("a")
     scene.consume("a", shard, step=1)
@@ -607,6 +621,20 @@ def test_a_checkpoint_keeps_what_was_set_aside(scene: Reading) -> None:
         scene.exchange("a", failed=(ShardError(shard.id, "broken line 7"),))
     state = scene.go_back("a", scene.checkpoint())
     assert (state.num_todo, state.num_set_aside) == (90, 10)
+
+
+@pytest.mark.parametrize("field", ["start", "end", "epoch"])
+def test_a_checkpoint_that_set_aside_what_the_dataset_does_not_have_is_refused(scene: Reading, field: str) -> None:
+    for _ in range(4):
+        [shard] = scene.take("a")
+        scene.exchange("a", failed=(ShardError(shard.id, "broken line 7"),))
+    content = scene.checkpoint()
+    good = '[0,0,10,"",0]'
+    assert good in content
+    bad = {"start": '[0,-1,10,"",0]', "end": '[0,95,101,"",0]', "epoch": '[7,0,10,"",0]'}[field]
+    with pytest.raises(Rejected) as caught:
+        scene.go_back("a", content.replace(good, bad))
+    assert caught.value.code == "malformed"
 
 
 def test_a_worker_of_an_older_round_gets_no_checkpoint(scene: Reading) -> None:

@@ -262,7 +262,7 @@ def test_two_threads_of_a_rank_in_collectives_of_one_group_are_told_from_the_net
     usual = recorded((40, "all_reduce", "pg"))
     lab.look(*(in_two_threads(rank, swapped if rank == 2 else usual) for rank in range(4)))
     verdict = acted(lab).verdict
-    assert verdict.fault is FaultClass.CONCURRENT_COLLECTIVES
+    assert (verdict.fault, verdict.confidence) == (FaultClass.CONCURRENT_COLLECTIVES, 0.95)
     assert lab.ranks() == [2]
     assert "thread main is in all_reduce at /job/train.py:44" in verdict.evidence[0]
     assert "thread sharing is in broadcast at /job/train.py:12 (share)" in verdict.evidence[0]
@@ -273,7 +273,8 @@ def test_two_threads_of_a_rank_in_collectives_of_one_group_are_told_from_the_net
 def test_two_threads_in_one_group_are_no_proof_while_the_order_is_unknown_or_equal(lab: Lab) -> None:
     lab.look(*(in_two_threads(rank, ()) for rank in range(4)))
     assert lab.acts() == []
-    assert lab.told()[-1].fault is FaultClass.CONCURRENT_COLLECTIVES
+    told = lab.told()[-1]
+    assert (told.fault, told.confidence) == (FaultClass.CONCURRENT_COLLECTIVES, 0.8)
 
 
 def test_threads_that_have_a_group_each_are_not_to_blame(lab: Lab) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from dlrover.core.commit_order import MAX_MESSAGE_BYTES_JOURNALLED, decode_record
 from dlrover.core.membership.claims import is_sane
 from dlrover.core.membership.nodes import REATTACH_WINDOW, reattach_window
-from dlrover.protocol.errors import Rejected
+from dlrover.protocol.errors import ErrorCode, Rejected
 from dlrover.protocol.messages.job import (
     MAX_JOURNALLED_FAILURE_BYTES,
     Detection,
@@ -105,3 +105,11 @@ def test_what_is_written_down_is_cut_between_letters(more: int) -> None:
     assert kept.log_tail.strip("ü") == "x"
     sizes = [len(text.encode()) for text in (kept.message, kept.traceback, kept.log_tail)]
     assert MAX_JOURNALLED_FAILURE_BYTES - 3 <= sum(sizes) <= MAX_JOURNALLED_FAILURE_BYTES
+
+
+@pytest.mark.parametrize("field", ["master_epoch", "running_round", "former_rank", "group", "foreign_node"])
+def test_an_attach_has_numbers_up_to_a_limit(field: str) -> None:
+    Scene(terms(2)).attach("a", **{field: 2**53})
+    with pytest.raises(Rejected) as error:
+        Scene(terms(2)).attach("a", **{field: 2**53 + 1})
+    assert error.value.code is ErrorCode.MALFORMED
