@@ -1,9 +1,9 @@
 """
-Write the plain manifests in `deploy/` from the chart in `deploy/chart`, for people who use kustomize or kubectl alone.
+Write the plain manifests in `deploy/` from the charts there, for people who use kustomize or kubectl alone.
 
     python tools/render_chart.py
 
-A test compares the two for each version of Kubernetes that we name, so a chart that was changed without this is noticed.
+A test compares them for each version of Kubernetes that we name, so a chart that was changed without this is noticed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 CHART = DEPLOY / "chart"
+BRAIN_CHART = DEPLOY / "brain" / "chart"
+BRAIN_PLAIN = DEPLOY / "brain" / "plain"
 FILES = (
     "roles/master.yaml",
     "roles/master-plans.yaml",
@@ -21,9 +23,10 @@ FILES = (
     "roles/people.yaml",
     "operator/operator.yaml",
 )
+BRAIN_FILES = ("brain.yaml", "monitor.yaml")
 VERSIONS = ("1.31.0", "1.33.0", "1.36.0")
 """Of Kubernetes: the oldest that has what the definitions need, one between, and the newest that we tested with."""
-HEADER = "# Rendered from deploy/chart by tools/render_chart.py; change the chart, not this file.\n"
+HEADER = "# Rendered from {chart} by tools/render_chart.py; change the chart, not this file.\n"
 
 
 def helm() -> Path:
@@ -31,11 +34,11 @@ def helm() -> Path:
     return Path(sys.executable).parent / "helm"
 
 
-def template(*options: str, version: str = VERSIONS[-1], plain: bool = True) -> str:
+def template(*options: str, version: str = VERSIONS[-1], plain: bool = True, chart: Path = CHART) -> str:
     """What `helm install` would send."""
-    command = [str(helm()), "template", "dlrover", str(CHART), "--namespace", "dlrover", "--kube-version", version]
+    command = [str(helm()), "template", "dlrover", str(chart), "--namespace", "dlrover", "--kube-version", version]
     if plain:
-        command += ["--values", str(CHART / "plain.yaml")]
+        command += ["--values", str(chart / "plain.yaml")]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -44,10 +47,17 @@ def template(*options: str, version: str = VERSIONS[-1], plain: bool = True) -> 
 
 def main() -> int:
     for name in FILES:
-        lines = template("--show-only", f"templates/{name}").splitlines(keepends=True)
-        text = "".join(line for line in lines if not line.startswith("# Source:") and line.strip())
-        (DEPLOY / name).write_text(HEADER + text.removeprefix("---\n"))
+        _write(CHART, name, DEPLOY / name)
+    for name in BRAIN_FILES:
+        _write(BRAIN_CHART, name, BRAIN_PLAIN / name)
     return 0
+
+
+def _write(chart: Path, name: str, target: Path) -> None:
+    lines = template("--show-only", f"templates/{name}", chart=chart).splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.startswith("# Source:") and line.strip())
+    header = HEADER.format(chart=chart.relative_to(DEPLOY.parent))
+    target.write_text(header + text.removeprefix("---\n"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dlrover.cli.options.brain_settings import ADDRESS, CA_FILE, DEFAULT_PORT, TOKEN_FILE
 from dlrover.protocol.addresses import LOOPBACK, TlsConfig, parse_address
@@ -19,8 +19,24 @@ PATIENCE = 10.0
 """Seconds."""
 
 
+class BrainWay(NamedTuple):
+    """How to reach a Brain."""
+
+    address: str
+    token: str
+    tls: TlsConfig | None
+
+
 def ask(question: BrainQuestion, kind: type[T], address: str, token_file: str, ca: str) -> T:
     """Raises ConfigError, Rejected or Unavailable."""
+    answer = asyncio.run(_ask(question, find_way(address, token_file, ca)))
+    if not isinstance(answer, kind):
+        raise Rejected(f"Brain answered {type(question).__name__} with {type(answer).__name__}.")
+    return answer
+
+
+def find_way(address: str, token_file: str, ca: str) -> BrainWay:
+    """What is not given comes from the environment. Raises ConfigError."""
     text = address or os.environ.get(ADDRESS, "").strip() or f"{LOOPBACK}:{DEFAULT_PORT}"
     parsed = parse_address(text, default_port=DEFAULT_PORT, shown=f"--brain {text}")
     token_file = token_file or os.environ.get(TOKEN_FILE, "")
@@ -32,16 +48,13 @@ def ask(question: BrainQuestion, kind: type[T], address: str, token_file: str, c
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The token file {token_file} for Brain cannot be read: {error}") from error
     ca = ca or os.environ.get(CA_FILE, "")
-    answer = asyncio.run(_ask(question, str(parsed), token, TlsConfig(ca=ca) if ca else None))
-    if not isinstance(answer, kind):
-        raise Rejected(f"Brain answered {type(question).__name__} with {type(answer).__name__}.")
-    return answer
+    return BrainWay(str(parsed), token, TlsConfig(ca=ca) if ca else None)
 
 
-async def _ask(question: BrainQuestion, address: str, token: str, tls: TlsConfig | None) -> BrainReply:
+async def _ask(question: BrainQuestion, way: BrainWay) -> BrainReply:
     from dlrover.protocol.rpc.brain import BrainChannel
 
-    channel = BrainChannel(address, token=token, tls=tls)
+    channel = BrainChannel(way.address, token=way.token, tls=way.tls)
     try:
         return await channel.ask(question, timeout=PATIENCE)
     finally:

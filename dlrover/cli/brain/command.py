@@ -1,7 +1,7 @@
 """
 `dlrover brain`: run the service that many jobs share, look at what it knows, and manage its database.
 
-`jobs`, `job` and `plans` ask a running service, over the wire. The others work on the database itself, so they are for those who may open it. Neither a token nor a database's URL stands
+`jobs`, `job` and `plans` ask a running service, over the wire, and `monitor` reports to one. The others work on the database itself, so they are for those who may open it. Neither a token nor a database's URL stands
 on a command line, where every user of the machine could read it.
 """
 
@@ -310,6 +310,32 @@ def prune(
     retention = RetentionTerms(run_days=run_days, job_days=job_days, plan_days=plan_days)
     deleted = asyncio.run(_prune(engine, retention))
     echo(", ".join(f"{table}: {count} rows deleted" for table, count in deleted.items()))
+
+
+@app.command()
+def monitor(
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="Name of the cluster (DLROVER_BRAIN_CLUSTER), as its jobs have it.")
+    ] = "",
+    kubeconfig: Annotated[
+        str, typer.Option("--kubeconfig", help="How to reach the cluster (KUBECONFIG, or the pod's account).")
+    ] = "",
+    brain: Address = "",
+    token_file: TokenFile = "",
+    ca: CaFile = "",
+) -> None:
+    """Report pods and machines of a Kubernetes cluster to Brain, until SIGTERM or Ctrl-C. It needs a token with the role `monitor`, and may list and watch pods and nodes."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError(
+            "This command needs the extra `k8s` of this package; aiohttp is missing. Install it: pip install 'dlrover[k8s]'"
+        )
+    from dlrover.cli.brain.asking import find_way
+    from dlrover.cli.brain.monitoring import watch_cluster
+    from dlrover.cli.options.brain_settings import CLUSTER
+
+    cluster = cluster or os.environ.get(CLUSTER, "").strip()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    asyncio.run(watch_cluster(cluster, kubeconfig, find_way(brain, token_file, ca)))
 
 
 async def _prune(engine: Engine, retention: RetentionTerms) -> dict[str, int]:

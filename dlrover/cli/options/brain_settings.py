@@ -23,6 +23,8 @@ ADDRESS = "DLROVER_BRAIN_SERVICE_ADDR"
 TOKEN_FILE = "DLROVER_BRAIN_TOKEN_FILE"
 CA_FILE = "DLROVER_BRAIN_CA"
 PROTOCOL = "DLROVER_BRAIN_PROTOCOL"
+CLUSTER = "DLROVER_BRAIN_CLUSTER"
+"""Name of the cluster, where one Brain serves several: the one that the cluster's monitor gives."""
 MAX_SCRIPT = 16 * 1024 * 1024
 """Bytes of a script that its hash covers."""
 
@@ -79,6 +81,7 @@ def brain_of(
         tls=TlsConfig(ca=os.path.abspath(ca)) if ca else None,
         recipe=recipe_of(recipe, entry),
         user=(user or _account())[:MAX_NAME],
+        cluster=environ.get(CLUSTER, "").strip()[:MAX_NAME],
         namespace=namespace[:MAX_NAME],
         min_nodes=min_nodes,
         node_unit=node_unit,

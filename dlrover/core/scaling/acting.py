@@ -208,6 +208,7 @@ def _changed(scaling: Scaling, kind: str, direction: int, now: Micros) -> None:
     """A change of our own begins."""
     note_change(scaling, now)
     scaling.changed_kinds[kind] = now
+    scaling.num_changes[kind] = scaling.num_changes.get(kind, 0) + 1
     older = [change for change in scaling.own_changes if change.at <= now - micros(HOUR)]
     recent = [change for change in scaling.own_changes if change.at > now - micros(HOUR)]
     scaling.own_changes = [*older[-1:], *recent, OwnChange(at=now, kind=kind, direction=direction)]
@@ -263,7 +264,8 @@ def _take_back(decision: Decision, watched: Probation, judgement: Judgement) -> 
     _changed(scaling, watched.kind, direction, now)
     scaling.look_at = None
     if not judgement.back_to:
-        _carry_out(decision, watched.back, judgement.sentence)
+        back = plans.with_nodes(decision.state, watched.back) if watched.kind == SERVERS else watched.back
+        _carry_out(decision, back, judgement.sentence)
         return
     ratio = allreduce.least_ratio(judgement.back_to, watched.nodes_before, scaling.terms.scale_for)
     scaling.probation = Probation(

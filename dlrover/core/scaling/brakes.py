@@ -21,6 +21,10 @@ COSTS_PER_PAUSE = 20
 MOST_PAUSE = 0.01
 """Of the last hour, for changes of our own."""
 HOUR = 3600.0
+QUICK_CHANGES = 4
+"""Of servers. After each further one the job waits twice as long for the next: a job that still moves after so many does not converge, and each change may be wrong."""
+MOST_DOUBLINGS = 8
+"""With the default pause a change in 21 hours."""
 FREE_CHANGES = 3
 """In an hour, whatever they cost."""
 PAYS = 2
@@ -81,6 +85,8 @@ def _cool_down(scaling: Scaling, facts: ScaleFacts, kind: str) -> HeldBack | Non
     if last is None:
         return None
     least = scaling.terms.server_pause if kind == SERVERS else scaling.terms.worker_pause
+    if kind == SERVERS:
+        least *= 2 ** min(MOST_DOUBLINGS, max(0, scaling.num_changes.get(kind, 0) - QUICK_CHANGES))
     ends_at = Micros(last + micros(max(least, COSTS_PER_PAUSE * facts.cost)))
     if facts.now >= ends_at:
         return None

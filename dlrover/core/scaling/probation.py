@@ -35,7 +35,8 @@ def judge(scaling: Scaling, facts: ScaleFacts) -> Judgement | None:
     """None: not yet."""
     probation, newest = scaling.probation, scaling.newest
     assert probation is not None, "nothing is on probation"
-    if newest is not None and _is_of(scaling, probation, newest):
+    is_made = probation.kind != brakes.SERVERS or not facts.under_way
+    if is_made and newest is not None and _is_of(scaling, probation, newest):
         speed = measured_speed(scaling, newest.configuration) or speed_of(
             newest.configuration, newest.step_time, newest.records_per_second
         )

@@ -109,6 +109,8 @@ class Scaling(Struct, kw_only=True):
     number_at_change: int = 0
     """The newest run then: those up to it say nothing about what the change led to."""
     changed_kinds: dict[str, Micros] = {}
+    num_changes: dict[str, int] = {}
+    """Of each kind, by the job itself, in all its life."""
     own_changes: list[OwnChange] = []
     """Of the last hour."""
     probation: Probation | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dlrover.core.scaling import facts
+from dlrover.core.scaling.brakes import SERVERS
 from dlrover.core.scaling.fit.model import Fit
 from dlrover.core.scaling.servers import search
 from dlrover.core.scaling.servers.search import ServerOption
@@ -15,6 +16,7 @@ from dlrover.protocol.messages.fleet import (
     NodeExit,
     NodePhase,
     NodeType,
+    PsReady,
     ReplicaSpec,
     Resource,
     ScaleReplicas,
@@ -22,6 +24,7 @@ from dlrover.protocol.messages.fleet import (
 )
 from dlrover.protocol.messages.identity import Micros
 from dlrover.protocol.messages.scaling import (
+    Brake,
     DefineScaling,
     JobFacts,
     MemoryPoint,
@@ -46,6 +49,35 @@ def test_8_2_the_servers_of_the_most_workers_that_the_limits_allow() -> None:
     scene.measure(server(0, 4.0), at=300)
     assert target(scene, NodeType.PS) > 1
     assert "the most workers that the limits allow" in scene.scaling.decisions[-1].sentence
+
+
+def test_more_servers_by_the_rules_are_taken_back_if_they_bring_less_than_their_share() -> None:
+    outcomes = {}
+    for step_time in (0.3, 0.98):
+        scene = ServerScene.begun(num_ps=1, num_workers=2, limits=Resource(cpu=96))
+        scene.measure(server(0, 4.0), at=300)
+        more = target(scene, NodeType.PS)
+        assert more > 1
+        scene.run()
+        scene.do(PsReady())
+        ids = [node.id for node in scene.fleet.live_nodes(NodeType.PS)]
+        scene.measure(*(server(id_, 4.0) for id_ in ids), at=500, step_time=step_time)
+        outcomes[step_time] = target(scene, NodeType.PS) == more
+    assert outcomes == {0.3: True, 0.98: False}
+
+
+def test_after_four_changes_of_servers_each_further_one_waits_twice_as_long() -> None:
+    waits = []
+    for changes in (0, 4, 5, 7, 40):
+        scene = ServerScene.begun(num_ps=1, num_workers=2, limits=Resource(cpu=96))
+        scaling = scene.job.state.scaling
+        scaling.num_changes, scaling.changed_kinds = {SERVERS: changes}, {SERVERS: micros(200)}
+        scene.measure(server(0, 4.0), at=210)
+        decided = scene.scaling.decisions[-1]
+        assert decided.brake is Brake.COOL_DOWN
+        assert scaling.look_at is not None
+        waits.append((scaling.look_at - micros(200)) / 300e6)
+    assert waits == [1, 1, 2, 8, 256]
 
 
 def test_8_2_a_small_change_of_the_servers_is_not_worth_a_switch() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from dlrover.protocol.messages.fleet import FleetSpec, NodePhase, NodeType, ReplicaSpec, Resource, Strategy
+from dlrover.protocol.messages.fleet import FleetSpec, NodePhase, NodeType, PsReady, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages.identity import Micros, NodeRank, PlatformId
 from dlrover.protocol.messages.scaling import (
     AskScaling,
@@ -65,6 +65,7 @@ class ServerScene(FleetScene):
         memory: tuple[MemoryPoint, ...] = (),
         step: int = 0,
         worker_cpu: float = 1.0,
+        step_time: float = 1.0,
         **more: Any,
     ) -> None:
         self.tick(at)
@@ -82,7 +83,7 @@ class ServerScene(FleetScene):
                 configuration=Configuration(groups=tuple(groups), micro_batch=32),
                 seconds=200.0,
                 steps=200,
-                step_time=1.0,
+                step_time=step_time,
                 nodes=nodes,
                 types=(TypeUse(node_type=NodeType.WORKER, cpu=worker_cpu, cpu_max=worker_cpu, memory_mb=1000), used),
                 last_step=step,
@@ -225,3 +226,31 @@ def test_workers_that_do_not_come_in_time_move_no_target_of_a_world() -> None:
     scene.tick(1000)
     assert scene.scaling.num_outcomes.get(ScaleOutcome.UNJUDGED) == 1
     assert scene.job.state.scaling.target is None
+
+
+def test_fewer_cores_of_idle_servers_are_taken_back_if_the_job_became_slower() -> None:
+    """Their use is a mean: they may need their cores in bursts."""
+    scene = ServerScene.begun()
+    scene.do(JobFacts(max_steps=100_000))
+    scene.measure(*(server(id_, 1.0) for id_ in range(3)), at=400, step=100)
+    fewer = scene.launched[-3:]
+    assert [scene.launches[id_].resource.cpu for id_ in fewer] == [5.0, 5.0, 5.0]
+    scene.run()
+    scene.do(PsReady())
+    scene.measure(*(server(id_, 1.0) for id_ in fewer), at=600, step=200, step_time=1.5)
+    decided = scene.scaling.decisions[-1]
+    assert decided.outcome is ScaleOutcome.TAKEN_BACK
+    assert [scene.launches[id_].resource for id_ in scene.launched[-3:]] == [SIZE] * 3
+    assert scene.launched[-1] not in fewer
+
+
+def test_fewer_cores_of_idle_servers_stay_if_the_speed_stays() -> None:
+    scene = ServerScene.begun()
+    scene.do(JobFacts(max_steps=100_000))
+    scene.measure(*(server(id_, 1.0) for id_ in range(3)), at=400, step=100)
+    fewer = scene.launched[-3:]
+    scene.run()
+    scene.do(PsReady())
+    scene.measure(*(server(id_, 1.0) for id_ in fewer), at=600, step=200)
+    assert scene.launched[-3:] == fewer
+    assert scene.scaling.decisions[-1].outcome is not ScaleOutcome.TAKEN_BACK

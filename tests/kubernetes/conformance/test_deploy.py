@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from dlrover.cli.brain.command import app as brain_app
 from dlrover.core.fleet.commands import check_spec
 from dlrover.operator.checks import problem_of, unused_fields
 from dlrover.operator.observations import JobObjects, OperatorSettings
@@ -21,7 +24,7 @@ from dlrover.platforms.kubernetes.job.fleet import fleet_of
 from dlrover.platforms.kubernetes.objects import decode
 from dlrover.protocol.errors import Unavailable
 from tests.kubernetes.servers import Server
-from tools.render_chart import VERSIONS, helm, template
+from tools.render_chart import BRAIN_CHART, BRAIN_PLAIN, CHART, VERSIONS, helm, template
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "kubernetes"
@@ -45,6 +48,10 @@ FULL = (
     "controller.extraArgs={--start-timeout=5}"
 )
 """Every value of the chart at once."""
+FULL_BRAIN = (
+    "tls.secret=dlrover-brain-tls,extraArgs={--host=::},priorityClassName=system-cluster-critical,monitor.install=true,"
+    "monitor.cluster=east,monitor.brain=brain.example:50001,monitor.caConfigMap=dlrover-brain-ca,retention.runs=30"
+)
 needs_helm = pytest.mark.skipif(
     not helm().exists(), reason="needs the package helm-binary, which `make setup` installs"
 )
@@ -67,6 +74,63 @@ def test_the_chart_renders_to_the_plain_manifests(version: str) -> None:
     """If this fails, run `python tools/render_chart.py`."""
     rendered = [body for body in yaml.safe_load_all(template(version=version)) if body]
     assert sorted(map(json.dumps, rendered)) == sorted(map(json.dumps, objects()))
+
+
+def brain_objects() -> list[dict[str, Any]]:
+    listed = yaml.safe_load((BRAIN_PLAIN / "kustomization.yaml").read_text())["resources"]
+    return [body for path in listed for body in yaml.safe_load_all((BRAIN_PLAIN / path).read_text())]
+
+
+def test_the_kustomization_of_brain_lists_every_manifest() -> None:
+    listed = set(yaml.safe_load((BRAIN_PLAIN / "kustomization.yaml").read_text())["resources"])
+    assert listed == {path.name for path in BRAIN_PLAIN.glob("*.yaml")} - {"kustomization.yaml"}
+
+
+@needs_helm
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_chart_of_brain_renders_to_the_plain_manifests(version: str) -> None:
+    """If this fails, run `python tools/render_chart.py`."""
+    rendered = [body for body in yaml.safe_load_all(template(version=version, chart=BRAIN_CHART)) if body]
+    assert sorted(map(json.dumps, rendered)) == sorted(map(json.dumps, brain_objects()))
+
+
+@needs_helm
+def test_without_the_monitor_brain_has_no_right_in_the_cluster() -> None:
+    rendered = [body for body in yaml.safe_load_all(template(plain=False, chart=BRAIN_CHART)) if body]
+    assert {body["kind"] for body in rendered} == {"ServiceAccount", "Service", "Deployment"}
+    [account] = [body for body in rendered if body["kind"] == "ServiceAccount"]
+    assert account["automountServiceAccountToken"] is False
+
+
+def test_the_monitor_of_brain_may_list_and_watch_pods_and_machines_alone() -> None:
+    [role] = [body for body in brain_objects() if body["kind"] == "ClusterRole"]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods", "nodes"], "verbs": ["list", "watch"]}]
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param((), id="plain"), pytest.param(("--set", FULL_BRAIN), id="every-value", marks=needs_helm)]
+)
+def test_the_values_of_the_chart_of_brain_are_options_of_its_commands(options: tuple[str, ...]) -> None:
+    wanted = yaml.safe_load_all(template(*options, plain=False, chart=BRAIN_CHART)) if options else brain_objects()
+    commands = get_command(brain_app)
+    assert isinstance(commands, TyperGroup)
+    parsed: dict[str, dict[str, Any]] = {}
+    for body in wanted:
+        if body and body["kind"] == "Deployment":
+            pod = body["spec"]["template"]["spec"]
+            for container in (*pod.get("initContainers", ()), *pod["containers"]):
+                *_, name = container["command"]
+                command = commands.commands[name]
+                parsed[name] = command.make_context(name, list(container["args"])).params
+                mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+                files = [arg.split("=", 1)[1] for arg in container["args"] if "=/" in arg]
+                assert {str(Path(file).parent) for file in files} <= mounted
+    assert set(parsed) == {"migrate", "serve", "monitor"}
+    if options:
+        assert (parsed["serve"]["host"], parsed["serve"]["run_days"]) == ("::", 30.0)
+        assert (parsed["monitor"]["cluster"], parsed["monitor"]["brain"]) == ("east", "brain.example:50001")
+    else:
+        assert parsed["monitor"]["brain"] == "dlrover-brain.dlrover:50001"
 
 
 @needs_helm
@@ -97,12 +161,20 @@ def test_the_values_of_the_chart_reach_the_operator() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param((), id="plain"), pytest.param(("--set", FULL), id="every-value", marks=needs_helm)],
+    ("chart", "options"),
+    [
+        pytest.param(CHART, (), id="plain"),
+        pytest.param(CHART, ("--set", FULL), id="every-value", marks=needs_helm),
+        pytest.param(BRAIN_CHART, (), id="brain"),
+        pytest.param(BRAIN_CHART, ("--set", FULL_BRAIN), id="brain-every-value", marks=needs_helm),
+    ],
 )
-async def test_every_object_is_accepted(api_server: Server, options: tuple[str, ...]) -> None:
+async def test_every_object_is_accepted(api_server: Server, chart: Path, options: tuple[str, ...]) -> None:
     refused = []
-    wanted = list(yaml.safe_load_all(template(*options, plain=False))) if options else objects()
+    plain = (
+        objects() if chart == CHART else [body for body in objects() if body["kind"] == "Namespace"] + brain_objects()
+    )
+    wanted = list(yaml.safe_load_all(template(*options, plain=False, chart=chart))) if options else plain
     async with ClusterApi(find_access({}, kubeconfig=api_server.kubeconfig)) as api:
         for body in sorted((body for body in wanted if body), key=lambda body: FIRST.get(body["kind"], len(FIRST))):
             kind = body["kind"]

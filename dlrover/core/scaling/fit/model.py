@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from dlrover.core.scaling.evidence import batch_of
 from dlrover.core.scaling.fit.nnls import nnls
@@ -21,6 +22,8 @@ WORLD_FEATURES = ("1", "batch", "network", "nodes-2")
 SERVER_FEATURES = ("1", "batch/worker-cores", "workers/server-cores", "workers/servers", "batch/servers")
 MOST_ERROR = 0.15
 """A fit whose median error on its own runs is larger is not used."""
+WARY_BY = 0.01
+"""Of the median error."""
 LEAST_COUNTS = 3
 LEAST_NETWORKED = 2
 """Of the counts: a single node says nothing about the network."""
@@ -34,6 +37,8 @@ class Fit(Struct, frozen=True, kw_only=True):
     num_counts: int
     why_unused: str = ""
     """Empty: forecasts may be made with it."""
+    is_by_given: bool = False
+    """Of servers: cores count as they were given. False: as they were used."""
 
     def step_time(self, row: Sequence[float]) -> float:
         return sum(theta * part for theta, part in zip(self.thetas, row, strict=True))
@@ -76,32 +81,42 @@ def server_row(workers: float, servers: float, worker_cpu: float, server_cpu: fl
     return (1.0, batch / worker_cpu, workers / (servers * server_cpu), workers / servers, batch / servers)
 
 
-def fit_servers(runs: Sequence[MeasuredRun]) -> Fit | None:
-    """With the cores that are really used where a node uses less than it has."""
+def fit_servers(runs: Sequence[MeasuredRun], *, is_wary: bool = False) -> Fit | None:
+    """
+    With the cores that are really used where a node uses less than it has, or with all that it has, whichever explains the runs better.
+
+    A node that idles between two bursts of work uses few cores in the mean and needs all of them; one that never needs them all uses few, too. Only runs with other cores tell the two apart.
+    `is_wary`: where they hardly do, cores count as given, so that none is taken away for nothing.
+    """
     usable = [run for run in runs if run.configuration.count(NodeType.PS)]
     if not usable:
         return None
-    rows = [row_of_run(run) for run in usable]
     counts = len(dict.fromkeys(run.configuration for run in usable))
-    fit = _fit(SERVER_FEATURES, rows, [run.step_time for run in usable], counts)
+    times = [run.step_time for run in usable]
+    used = _fit(SERVER_FEATURES, [row_of_run(run) for run in usable], times, counts)
+    given = _fit(SERVER_FEATURES, [row_of_run(run, is_by_given=True) for run in usable], times, counts)
+    fit = replace(given, is_by_given=True) if given.error < used.error + (WARY_BY if is_wary else 0.0) else used
     if counts < LEAST_COUNTS:
         return _unused(fit, f"only {counts} configurations were seen; a forecast needs {LEAST_COUNTS}")
     return fit
 
 
-def row_of_run(run: MeasuredRun) -> tuple[float, ...]:
+def row_of_run(run: MeasuredRun, *, is_by_given: bool = False) -> tuple[float, ...]:
     configuration = run.configuration
     workers, servers = configuration.num_workers, configuration.count(NodeType.PS)
     batch = batch_of(configuration) / max(1, workers)
-    return server_row(workers, servers, cores_of(run, NodeType.WORKER), cores_of(run, NodeType.PS), batch)
+    of_worker, of_server = (cores_of(run, kind, is_by_given=is_by_given) for kind in (NodeType.WORKER, NodeType.PS))
+    return server_row(workers, servers, of_worker, of_server, batch)
 
 
-def cores_of(run: MeasuredRun, node_type: NodeType) -> float:
+def cores_of(run: MeasuredRun, node_type: NodeType, *, is_by_given: bool = False) -> float:
     """Of one node: those it has, or those that it uses if it leaves some of them idle."""
     group = run.configuration.group(node_type)
     if group is None and node_type is NodeType.WORKER:
         group = run.configuration.group(NodeType.CHIEF)
     given = 0.0 if group is None else group.cpu
+    if is_by_given and given > 0:
+        return given
     used = next((most for kind, _, most in run.cpu if kind is node_type), 0.0)
     known = [cores for cores in (given, used) if cores > 0]
     return max(0.1, min(known, default=1.0))
@@ -119,14 +134,7 @@ def _fit(features: tuple[str, ...], rows: list[tuple[float, ...]], times: list[f
 
 
 def _unused(fit: Fit, why: str) -> Fit:
-    return Fit(
-        features=fit.features,
-        thetas=fit.thetas,
-        error=fit.error,
-        num_runs=fit.num_runs,
-        num_counts=fit.num_counts,
-        why_unused=why,
-    )
+    return replace(fit, why_unused=why)
 
 
 def median(numbers: Sequence[float]) -> float:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from dlrover.core.scaling.evidence import speed_of
-from dlrover.core.scaling.fit.model import fit_servers, fit_world
+from dlrover.core.scaling.fit.model import fit_servers, fit_world, median
 from dlrover.core.scaling.history.alike import AlikeJobs
 from dlrover.core.scaling.history.seen import FormerRun, GroupWish, HistoryPlan, JobSeen
+from dlrover.core.scaling.history.server_start import ServerNumbers, numbers_of, start_numbers
 from dlrover.core.scaling.state import MeasuredRun
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.scaling import Configuration
@@ -38,7 +39,7 @@ class StartFound(Struct, frozen=True, kw_only=True):
     configuration: Configuration
     """In which the newest of them ended."""
     speed: float = 0.0
-    """Records per second that it reached with it."""
+    """Records per second that it reached with it; 0: no life had this size."""
     features: tuple[str, ...] = ()
     thetas: tuple[float, ...] = ()
     """The step time as the runs of all of them fit it; empty: they do not."""
@@ -57,19 +58,27 @@ def start_like(alike: AlikeJobs) -> StartFound | None:
         return None
     configuration = ended[0][1].configuration
     groups = []
-    for kind, wanted in _typical(ended).items():
-        memory = _memory(alike, [job for job, _ in ended], kind)
+    jobs = [job for job, _ in ended]
+    numbers = _server_numbers(jobs) if configuration.count(NodeType.PS) else None
+    for kind, wanted in _typical(ended, numbers).items():
+        memory = _memory(alike, jobs, kind, wanted.count)
         groups.append(GroupWish(node_type=kind, count=wanted.count, cpu=wanted.cpu or None, memory_mb=memory or None))
     near = sum(_is_near(run.configuration, configuration) for _, run in ended)
     fit = _fit_of([job for job, _ in ended], configuration)
     sentence = f"As the newest of {alike.text} ended."
+    speed = _speed(ended[0][1])
+    if numbers is not None:
+        speeds = [run.speed for run in _server_runs(jobs) if numbers_of(run) == numbers]
+        speed = median(speeds) if speeds else 0.0
+        how = "The best size of" if speeds else "A step from the best size of"
+        sentence = f"{how} the newest lives of {alike.text}."
     return StartFound(
         plan=HistoryPlan(algorithm="start_like", sentence=sentence, groups=tuple(groups)),
         level=alike.level,
         similar=len(alike.completed),
         confidence=near / NEWEST,
         configuration=configuration,
-        speed=_speed(ended[0][1]),
+        speed=speed,
         features=() if fit is None else fit[0],
         thetas=() if fit is None else fit[1],
     )
@@ -131,16 +140,57 @@ class _Typical(Struct, frozen=True):
     cpu: float
 
 
-def _typical(ended: Sequence[tuple[JobSeen, FormerRun]]) -> dict[NodeType, _Typical]:
-    """As the newest one ended."""
-    return {group.node_type: _Typical(group.count, group.cpu) for group in ended[0][1].configuration.groups}
+def _server_numbers(jobs: Sequence[JobSeen]) -> ServerNumbers | None:
+    """None: no run of them is evidence."""
+    return start_numbers(_server_runs(jobs), _server_runs(jobs, have_paid=True))
 
 
-def _memory(alike: AlikeJobs, jobs: Sequence[JobSeen], kind: NodeType) -> float:
-    """The most that any of them used, with a margin, and more than was too little for one that ran out of it."""
-    used = [
-        use.memory_mb for job in jobs for run in job.runs if is_sane(run) for use in run.uses if use.node_type is kind
+def _server_runs(jobs: Sequence[JobSeen], *, have_paid: bool = False) -> list[MeasuredRun]:
+    """Of sizes that were not taken back, or of all."""
+    return [
+        measured(run)
+        for job in jobs
+        for run in job.runs
+        if is_sane(run) and run.configuration.count(NodeType.PS) and (run.has_paid or not have_paid)
     ]
+
+
+def _typical(ended: Sequence[tuple[JobSeen, FormerRun]], numbers: ServerNumbers | None) -> dict[NodeType, _Typical]:
+    """As the newest one ended; with servers, what the runs of all of them say."""
+    found = {group.node_type: _Typical(group.count, group.cpu) for group in ended[0][1].configuration.groups}
+    if numbers is None:
+        return found
+    chiefs = found[NodeType.CHIEF].count if NodeType.CHIEF in found else 0
+    if NodeType.CHIEF in found:
+        found[NodeType.CHIEF] = _Typical(chiefs, numbers.worker_cpu)
+    if numbers.workers > chiefs:
+        found[NodeType.WORKER] = _Typical(numbers.workers - chiefs, numbers.worker_cpu)
+    else:
+        found.pop(NodeType.WORKER, None)
+    found[NodeType.PS] = _Typical(numbers.servers, numbers.server_cpu)
+    return found
+
+
+def _memory(alike: AlikeJobs, jobs: Sequence[JobSeen], kind: NodeType, count: int) -> float:
+    """
+    The most that any of them used, with a margin, and more than was too little for one that ran out of it.
+
+    Fewer servers hold more each: where runs with at least as many servers were seen, a use with fewer of them does not count.
+    """
+    uses = [
+        (run.configuration.count(kind), use.memory_mb)
+        for job in jobs
+        for run in job.runs
+        if is_sane(run)
+        for use in run.uses
+        if use.node_type is kind
+    ]
+    used = [memory for _, memory in uses]
+    if kind is NodeType.PS and uses:
+        nearest = max((number for number, _ in uses if number <= count), default=0)
+        fewest = min(number for number, _ in uses)
+        # With fewer servers than any run had, each holds more: at most as many times as they are fewer.
+        used = [max(1.0, fewest / count) * memory for number, memory in uses if number >= nearest]
     oldest = min(job.began_at for job in jobs)
     too_little = [
         node.memory_mb

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 
 from dlrover.core.scaling import brakes, facts, rules
-from dlrover.core.scaling.allreduce import LEAST_GAIN
-from dlrover.core.scaling.brakes import SERVERS
+from dlrover.core.scaling.allreduce import LEAST_GAIN, LEAST_SAVING
+from dlrover.core.scaling.brakes import SERVERS, Promise
 from dlrover.core.scaling.facts import ScaleFacts
-from dlrover.core.scaling.fit.model import median
+from dlrover.core.scaling.fit.model import fit_servers, median
 from dlrover.core.scaling.servers.plans import (
     cores_given,
     excess_of,
@@ -24,7 +24,7 @@ from dlrover.core.scaling.servers.plans import (
     repair,
     watched,
 )
-from dlrover.core.scaling.servers.search import decide_numbers, sample_of
+from dlrover.core.scaling.servers.search import cores_of_all, decide_numbers, demanded, sample_of
 from dlrover.core.scaling.servers.short_memory import short_server
 from dlrover.core.scaling.verdict import ScaleVerdict
 from dlrover.core.state import JobState
@@ -135,9 +135,11 @@ def _all_hot(state: JobState, known: ScaleFacts) -> ScaleVerdict | None:
 
 
 def _idle(state: JobState, known: ScaleFacts) -> ScaleVerdict | None:
-    left = facts.seconds_left(state.scaling)
-    if left is None or left <= LEAST_LEFT:
-        return None
+    left, scaling = facts.seconds_left(state.scaling), state.scaling
+    fit = fit_servers(scaling.runs)
+    has_forecast = scaling.terms.optimizer is Optimizer.FITTED and fit is not None and not fit.why_unused
+    if left is None or left <= LEAST_LEFT or has_forecast:
+        return None  # the fit knows what cores are worth, and looks at fewer of them too
     planned = []
     for node in measured_servers(state):
         had, fewer = cores_given(state, node), float(math.ceil(node.cpu_max) + IDLE_MARGIN)
@@ -151,7 +153,19 @@ def _idle(state: JobState, known: ScaleFacts) -> ScaleVerdict | None:
             )
     if not planned:
         return None
-    return repair(
-        f"{len(planned)} servers get fewer cores: they use less than {IDLE:.0%} of them.",
-        SizePlan(nodes=tuple(planned)),
-    )
+    plan = SizePlan(nodes=tuple(planned))
+    sentence = f"{len(planned)} servers get fewer cores: they use less than {IDLE:.0%} of them."
+    if 2 * len(planned) <= len(measured_servers(state)):
+        return repair(sentence, plan)  # the configuration stays what it was, so no run begins that could be judged
+    # Use is a mean: a server that is idle between bursts may need its cores in them. So the speed afterwards decides.
+    if brakes.of_plan(scaling, known, Promise(plan, SERVERS, -1, 0.0, LEAST_SAVING)) is not None:
+        return None
+    return watched(state, known, plan, sentence, direction=-1, least_gain=_loss_allowed(state, known, plan))
+
+
+def _loss_allowed(state: JobState, known: ScaleFacts, plan: SizePlan) -> float:
+    """Of speed, for the cores that the servers give up, by the objective."""
+    assert state.fleet is not None, "servers are of a fleet"
+    saved = sum(state.fleet.nodes[node.platform_node].resource.cpu - (node.cpu or 0.0) for node in plan.nodes)
+    total = cores_of_all(known)
+    return demanded(state.scaling, max(0.0, 1 - saved / total)) if total else 0.0

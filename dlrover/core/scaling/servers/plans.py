@@ -4,15 +4,17 @@ What plans about servers have in common: which servers were measured, what the l
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from dlrover.core.scaling import brakes, rules
 from dlrover.core.scaling.brakes import SERVERS, HeldBack, Promise
 from dlrover.core.scaling.facts import ScaleFacts
-from dlrover.core.scaling.fit.model import Fit
+from dlrover.core.scaling.fit.model import Fit, median
 from dlrover.core.scaling.verdict import TOLERANCE, ScaleVerdict
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodeType
 from dlrover.protocol.messages.job_limits import excess
-from dlrover.protocol.messages.scaling import NodeUse, PlannedGroup, ScaleCandidate, ScaleOutcome, SizePlan
+from dlrover.protocol.messages.scaling import NodeUse, PlannedGroup, PlannedNode, ScaleCandidate, ScaleOutcome, SizePlan
 
 
 def measured_servers(state: JobState) -> list[NodeUse]:
@@ -46,14 +48,41 @@ def is_small_change(state: JobState, cores: float) -> bool:
 
 
 def back_of(state: JobState, plan: SizePlan) -> SizePlan:
-    """What takes a plan back: the numbers as they are now. An exchanged node stays exchanged."""
+    """What takes a plan back: the numbers and the cores as they are now. `with_nodes` completes it when it is carried out."""
     fleet = state.fleet
+    if fleet is None:
+        return SizePlan()
+    exchanged = {
+        fleet.nodes[node.platform_node].node_type: None
+        for node in plan.nodes
+        if node.cpu is not None and node.platform_node in fleet.nodes
+    }
     groups = []
-    for group in plan.groups:
-        replicas = None if fleet is None else fleet.replicas.get(group.node_type)
-        if replicas is not None and group.count is not None:
-            groups.append(PlannedGroup(node_type=group.node_type, count=replicas.target))
+    for kind, replicas in fleet.replicas.items():
+        group = plan.group(kind)
+        count = None if group is None or group.count is None else replicas.target
+        has_cores = kind in exchanged or (group is not None and group.cpu is not None)
+        cores = [node.resource.cpu for node in fleet.live_nodes(kind)] if has_cores else []
+        cpu = median(cores) if cores else None
+        if count is not None or cpu:
+            groups.append(PlannedGroup(node_type=kind, count=count, cpu=cpu or None))
     return SizePlan(groups=tuple(groups))
+
+
+def with_nodes(state: JobState, back: SizePlan) -> SizePlan:
+    """Nodes that are there now get the cores of their group back; critical ones are never exchanged."""
+    fleet = state.fleet
+    if fleet is None:
+        return back
+    nodes = [
+        PlannedNode(platform_node=node.id, cpu=group.cpu)
+        for group in back.groups
+        if group.cpu is not None
+        for node in fleet.live_nodes(group.node_type)
+        if node.resource.cpu != group.cpu and not node.is_finished and node.id not in fleet.migrations
+        if group.node_type is NodeType.PS or not node.is_critical
+    ]
+    return replace(back, nodes=tuple(nodes))
 
 
 def excess_of(state: JobState, plan: SizePlan) -> str:
@@ -76,7 +105,14 @@ def excess_of(state: JobState, plan: SizePlan) -> str:
 
 
 def judged(
-    state: JobState, known: ScaleFacts, plan: SizePlan, gain: float, why: str, fit: Fit | None = None
+    state: JobState,
+    known: ScaleFacts,
+    plan: SizePlan,
+    gain: float,
+    why: str,
+    fit: Fit | None = None,
+    *,
+    least_gain: float = 0.0,
 ) -> ScaleVerdict:
     """A plan that others made: carried out if no brake holds it."""
     direction = -1 if _is_smaller(state, plan) else 1
@@ -86,7 +122,13 @@ def judged(
     if brake is not None:
         return held(brake, f"{text} would be next ({why}), but {brake.why}.", fit)
     return watched(
-        state, known, plan, f"The job gets {text}: {why or 'no reason is given'}.", direction=direction, fit=fit
+        state,
+        known,
+        plan,
+        f"The job gets {text}: {why or 'no reason is given'}.",
+        direction=direction,
+        fit=fit,
+        least_gain=least_gain,
     )
 
 
@@ -111,7 +153,9 @@ def watched(
     candidates: tuple[ScaleCandidate, ...] = (),
     fit: Fit | None = None,
     expected_speed: float = 0.0,
+    least_gain: float = 0.0,
 ) -> ScaleVerdict:
+    """`least_gain`: what the objective demands of it, below 0 what a shrink may lose; the change is taken back if it brings less."""
     group = plan.group(NodeType.WORKER)
     fleet = state.fleet
     change = 0
@@ -125,7 +169,7 @@ def watched(
         direction=direction,
         nodes=known.nodes + change,
         expected_speed=expected_speed,
-        least_ratio=TOLERANCE,
+        least_ratio=TOLERANCE * (1 + least_gain) if least_gain > 0 else min(TOLERANCE, 1 + least_gain),
         candidates=candidates,
         fit=fit,
     )

@@ -77,21 +77,35 @@ def decide_numbers(state: JobState, known: ScaleFacts) -> ScaleVerdict:
 
 
 def _by_rules(state: JobState, known: ScaleFacts, configuration: Configuration, fit: Fit | None) -> ScaleVerdict:
+    scaling = state.scaling
     plan = _more_servers(state, known, configuration)
     if plan is not None:
         group = plan.group(NodeType.PS)
         assert group is not None, "the rule is about servers"
         gain = (group.count or 1) / max(1, configuration.count(NodeType.PS)) - 1
-        return judged(state, known, plan, gain, "the most workers that the limits allow will need them", fit)
+        why = "the most workers that the limits allow will need them"
+        least = _least_gain(scaling, configuration, NodeType.PS, group.count or 1)
+        return judged(state, known, plan, gain, why, fit, least_gain=least)
     plan = _more_workers(state, configuration)
     if plan is not None:
         count = plan.groups[0].count or 1
         gain = count / max(1, configuration.count(NodeType.WORKER)) - 1
-        return judged(state, known, plan, gain, "the servers have cores to spare", fit)
+        least = _least_gain(scaling, configuration, NodeType.WORKER, count)
+        return judged(state, known, plan, gain, "the servers have cores to spare", fit, least_gain=least)
     sentence = "The servers bear no more workers, or the user's numbers are reached."
     if known.slow_start:
         sentence = f"The servers stay, because {known.slow_start}; they bear no more workers."
     return ScaleVerdict(outcome=ScaleOutcome.RESTED, sentence=sentence, kind=SERVERS, fit=fit)
+
+
+def _least_gain(scaling: Scaling, configuration: Configuration, kind: NodeType, count: int) -> float:
+    """What the objective demands of so many nodes of the type; the rules alone demand nothing."""
+    if scaling.terms.optimizer is not Optimizer.FITTED:
+        return 0.0
+    now = _option_of(configuration)
+    more = count - configuration.count(kind)
+    wanted = now._replace(servers=count) if kind is NodeType.PS else now._replace(workers=now.workers + more)
+    return demanded(scaling, _cores(wanted) / _cores(now))
 
 
 def _more_servers(state: JobState, known: ScaleFacts, configuration: Configuration) -> SizePlan | None:
@@ -154,12 +168,7 @@ def _sample(state: JobState, configuration: Configuration) -> UseSample:
 def _fitted(state: JobState, known: ScaleFacts, configuration: Configuration, fit: Fit) -> ScaleVerdict:
     scaling = state.scaling
     run = next(run for run in reversed(scaling.runs) if run.configuration == configuration)
-    now = ServerOption(
-        configuration.num_workers,
-        configuration.count(NodeType.PS),
-        _given(configuration, NodeType.WORKER) or _given(configuration, NodeType.CHIEF),
-        _given(configuration, NodeType.PS),
-    )
+    now = _option_of(configuration)
     found = [(ratio, option) for option, ratio in search(state, known, fit, run, now).items() if option != now]
     ranked = sorted(found, key=lambda each: (-each[0], _cores(each[1]), each[1]))
     shown: list[ScaleCandidate] = []
@@ -193,6 +202,7 @@ def _fitted(state: JobState, known: ScaleFacts, configuration: Configuration, fi
                 candidates=tuple(shown),
                 fit=fit,
                 expected_speed=known.speed * ratio,
+                least_gain=demanded(scaling, _cores(option) / _cores(now)),
             )
     sentence = f"{text_of(now)} fit the job: nothing that was looked at pays."
     return ScaleVerdict(outcome=ScaleOutcome.RESTED, sentence=sentence, kind=SERVERS, candidates=tuple(shown), fit=fit)
@@ -203,7 +213,11 @@ def search(
 ) -> dict[ServerOption, float]:
     """Speed over present speed, of what was looked at."""
     batch = batch_of(run.configuration) / max(1, now.workers)
-    demand = _Demand(_demand(run, NodeType.WORKER, now.worker_cpu), _demand(run, NodeType.PS, now.server_cpu))
+    demand = (
+        _Demand(math.inf, math.inf)
+        if fit.is_by_given
+        else _Demand(_demand(run, NodeType.WORKER, now.worker_cpu), _demand(run, NodeType.PS, now.server_cpu))
+    )
 
     def step_time(option: ServerOption) -> float:
         worker_cpu = min(option.worker_cpu or math.inf, demand.worker)
@@ -230,6 +244,20 @@ def _demand(run: MeasuredRun, node_type: NodeType, given: float) -> float:
     """What a node of this type uses, if it leaves cores idle; all that it could get, if it does not."""
     used = cores_of(run, node_type)
     return used if not given or used < BUSY * given else math.inf
+
+
+def _option_of(configuration: Configuration) -> ServerOption:
+    return ServerOption(
+        configuration.num_workers,
+        configuration.count(NodeType.PS),
+        _given(configuration, NodeType.WORKER) or _given(configuration, NodeType.CHIEF),
+        _given(configuration, NodeType.PS),
+    )
+
+
+def cores_of_all(known: ScaleFacts) -> float:
+    """Of workers and servers together; 0: not seen yet."""
+    return 0.0 if known.configuration is None else _cores(_option_of(known.configuration))
 
 
 def _given(configuration: Configuration, node_type: NodeType) -> float:
@@ -329,8 +357,11 @@ def _plan_of(state: JobState, configuration: Configuration, now: ServerOption, o
 
 def _promise(state: JobState, plan: SizePlan, gain: float, now: ServerOption, option: ServerOption) -> Promise:
     resources = _cores(option) / _cores(now)
-    demanded = _demanded(state.scaling, resources)
-    objective = "" if gain >= demanded else f"it promises {gain:+.1%} speed and {resources - 1:+.0%} cores"
+    objective = (
+        ""
+        if gain >= demanded(state.scaling, resources)
+        else f"it promises {gain:+.1%} speed and {resources - 1:+.0%} cores"
+    )
     return Promise(
         plan,
         SERVERS,
@@ -346,10 +377,10 @@ def _may_pay(scaling: Scaling, gain: float, now: ServerOption, option: ServerOpt
     """False: its objective, or that it brings too little, is enough to hold it."""
     resources = _cores(option) / _cores(now)
     is_enough = gain >= allreduce.LEAST_GAIN or max(0.0, 1 - resources) >= allreduce.LEAST_SAVING
-    return is_enough and gain >= _demanded(scaling, resources)
+    return is_enough and gain >= demanded(scaling, resources)
 
 
-def _demanded(scaling: Scaling, resources: float) -> float:
+def demanded(scaling: Scaling, resources: float) -> float:
     """Gain that the objective demands of so many times the present cores."""
     share = allreduce.SHARE[scaling.terms.scale_for]
     return share * (resources - 1) * (1 if resources > 1 else allreduce.SHRINK)
