@@ -336,7 +336,7 @@ def test_a_flash_checkpoint_that_cannot_be_imported_does_not_end_the_zygote(monk
     own._is_warm, own._has_flash_checkpoint = True, False
     own._arguments = argparse.Namespace(preload="")
     own._import_flash_checkpoint()
-    assert "no_such_module is not preloaded" in capsys.readouterr().err
+    assert "no_such_module could not be preloaded" in capsys.readouterr().err
 
 
 def test_closing_finds_descriptors_above_the_limit() -> None:
