@@ -69,7 +69,10 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
                 span.extra_args(result=seconds[order.rank])
         if order.rank == 0 and (slow := stragglers(seconds)):
             shown = ", ".join(f"rank {rank} took {seconds[rank]:g} s" for rank in slow)
-            print(f"Role {order.role}: slow in the communication check: {shown}; the median is {median(seconds):g} s.")
+            print(
+                f"Role {order.role}: these ranks were slow in the communication check: {shown}; the median is "
+                f"{median(seconds):g} s."
+            )
     try:
         yield
     finally:
@@ -128,7 +131,8 @@ def torch_device(*, gpus: Sequence[str], visible: str | None, local_rank: int, i
     ids = [each.strip() for each in visible.split(",")]
     if gpus[0] not in ids:
         raise ConfigError(
-            f"Ray gave GPU {gpus[0]} to this instance, and CUDA_VISIBLE_DEVICES={visible} does not have it. Change the variable of the role."
+            f"Ray gave GPU {gpus[0]} to this instance, but CUDA_VISIBLE_DEVICES={visible} does not contain it. "
+            "Change this variable of the role."
         )
     return f"cuda:{ids.index(gpus[0])}"
 
@@ -178,6 +182,6 @@ def _coordinator(order: InstanceOrder, store: KeyValues) -> tuple[str, Any]:
     deadline = time.monotonic() + PATIENCE
     while (data := store.get(key)) is None:
         if time.monotonic() > deadline:
-            raise JobError(f"Rank 0 of role {order.role} offered no address within {PATIENCE:.0f} s.")
+            raise JobError(f"Rank 0 of role {order.role} did not report its address within {PATIENCE:.0f} s.")
         time.sleep(PAUSE)  # the store tells nobody of a new key
     return data.decode(), None
