@@ -264,7 +264,7 @@ async def whole_master(
             memory_mb = _memory_mb(_master_of(master))
         finally:
             said = await _stop(master)
-    stalls = [float(each) for each in re.findall(r"master stood still for_seconds=(\S+?):", said)]
+    stalls = [float(each) for each in re.findall(r"the master was paused for_seconds=(\S+?):", said)]
     row = {
         "seconds from its start to all pods": seconds,
         f"loop late by more than {LATE:g} s, times": float(len(stalls)),

@@ -184,6 +184,6 @@ class Acting:
         desired = self._decisions.membership.desired
         if not self._decisions.started_round and desired is not None and isinstance(desired.wish, Wait):
             log.warning(
-                "this node has joined and waits for a place in a world; `dlrover status` on the master's host says what the job "
-                "waits for"
+                "this node has joined the job and waits for a place in a world. To see what the job waits for, "
+                "run `dlrover status` on the master's host."
             )

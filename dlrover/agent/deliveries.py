@@ -67,7 +67,7 @@ class Deliveries:
             await self._call(command, timeout=self._timeout)
         except Rejected as error:
             # Told too late: the world has moved on, and the master's wish says where to.
-            log.info("%s was refused: %s", type(command).__name__, error)
+            log.info("the master rejected %s: %s", type(command).__name__, error)
             self._on_refused(command, error.code)
         except Unavailable as error:
-            log.info("%s was not delivered: %s", type(command).__name__, error)
+            log.info("%s did not reach the master: %s", type(command).__name__, error)

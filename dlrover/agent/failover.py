@@ -57,7 +57,7 @@ class Failover:
         try:
             extension = build(name, method="get_user_failover_strategy")
         except UnusableExtension as error:
-            log.warning("failover extension %s is not used: %s", name, error)
+            log.warning("The failover extension %s is not used: %s", name, error)
             return None
         return cls(extension)
 
@@ -65,14 +65,14 @@ class Failover:
         """What to tell the master, in order."""
         strategy = await self._ask(_describe(report, node_rank))
         if strategy is not FailoverStrategy.NORMAL_FAILOVER:
-            log.warning("the failover extension decides: %s", strategy.value)
+            log.warning("The failover extension decided: %s", strategy.value)
         return told_after(report, strategy)
 
     async def _ask(self, info: AgentFailureInfo) -> FailoverStrategy:
         try:
             answer = await self._calls.call(lambda: self._extension.get_user_failover_strategy(info))
         except NoAnswer as error:
-            log.warning("the failover extension failed, so the job decides without it: %s", error)
+            log.warning("The failover extension failed, so the job decides without it: %s", error)
             return FailoverStrategy.NORMAL_FAILOVER
         if not isinstance(answer, FailoverStrategy):
             log.warning("the failover extension must answer with a FailoverStrategy (got %.80r)", answer)

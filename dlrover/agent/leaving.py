@@ -53,7 +53,7 @@ class Leaving:
 
     async def go(self, departure: Departure) -> AgentResult:
         if departure.urgency is not Urgency.SIGNAL and departure.end is None:
-            log.warning("leaving the job: %s", departure.message)
+            log.warning("this node leaves the job: %s", departure.message)
         is_failed = self._recovery.is_cause_untold  # before the signal came: nothing of that may be lost
         parting = asyncio.ensure_future(self._part(departure)) if departure.is_farewell_first else None
         if parting is not None:
@@ -110,7 +110,7 @@ class Leaving:
             try:
                 await self._channel.call(command, timeout=self._farewell_timeout)
             except (Rejected, Unavailable) as error:
-                log.info("farewell not heard: %s", error)
+                log.info("the master did not answer the message that this node leaves: %s", error)
 
 
 def _shell_code(exit_code: int | None, number: int | None) -> int:

@@ -36,7 +36,7 @@ async def wait_for_notice(path: str, *, slow_look: float = SLOW_LOOK) -> None:
                 except OSError as error:
                     if not is_warned:
                         is_warned = True
-                        log.info("%s is looked for every %g s: %s", path, slow_look, error.strerror)
+                        log.info("The agent looks for %s every %g s instead: %s", path, slow_look, error.strerror)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(slow_look):
                     await changed.wait()

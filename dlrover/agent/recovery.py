@@ -168,7 +168,7 @@ class Recovery:
         try:
             fault = await self._ask(AskFault(round=loss.round), timeout=ASK_TIMEOUT)
         except (Rejected, Unavailable) as error:
-            log.info("the agent cannot learn what stopped round %d: %s", loss.round, error)
+            log.info("the agent could not find out what stopped round %d: %s", loss.round, error)
             loss.is_answered = False
             return FaultTold()
         assert isinstance(fault, FaultTold), f"the master answered AskFault with {type(fault).__name__}"

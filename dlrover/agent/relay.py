@@ -105,7 +105,7 @@ class Relay:
             async with asyncio.timeout(timeout):
                 await self._under_way.acquire()
         except TimeoutError:
-            raise Unavailable(f"{MAX_RELAYED} commands of this node wait for the master already") from None
+            raise Unavailable(f"{MAX_RELAYED} commands of this node already wait for the master") from None
         try:
             if isinstance(request, _Named):
                 return await self._send_named(request, end_at)
@@ -121,7 +121,7 @@ class Relay:
                     self._status_at = time.monotonic()
                 return self._status
         except TimeoutError:
-            raise Unavailable("The master did not answer in time how the job is.") from None
+            raise Unavailable("The master did not answer the question about the job's state in time.") from None
 
     async def _send_named(self, request: _Named, end_at: float) -> Reply:
         """Once more, where the refusal concerns the sending and not what was asked for."""

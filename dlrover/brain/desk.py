@@ -86,7 +86,7 @@ class BrainDesk:
         job = getattr(question, "job", None)
         self._rates.check((caller.tenant, "" if job is None else job.uid), size_bytes)
         if "\0" in ("" if job is None else job.uid):
-            raise Rejected("The uid of a job has no zero byte.", ErrorCode.MALFORMED)
+            raise Rejected("The uid of a job may not contain a zero byte.", ErrorCode.MALFORMED)
         match question:
             case JobBegan():
                 return await self._begin(caller.tenant, question)
@@ -208,7 +208,7 @@ class BrainDesk:
         if count:
             self.num_absurd[what] += count
             if self._rarely.now():
-                log.warning("absurd reports ignored kind=%s num=%d job=%s", what, count, job)
+                log.warning("reports with impossible values ignored kind=%s num=%d job=%s", what, count, job)
 
 
 def _settings(connection: Connection, tenant: str, asked: SettingsAsked) -> JobSettings:

@@ -21,7 +21,7 @@ class BrainMetrics:
         )
         self._seconds = Histogram(
             "dlrover_brain_question_seconds",
-            "Time from question to answer.",
+            "Seconds from a question to its answer.",
             ("kind",),
             buckets=BUCKETS,
             registry=self._registry,
@@ -44,7 +44,9 @@ class _Figures(Collector):
         self._commits = commits
 
     def collect(self) -> list[Metric]:
-        absurd = CounterMetricFamily("dlrover_brain_absurd_reports", "Reports that were ignored.", labels=("kind",))
+        absurd = CounterMetricFamily(
+            "dlrover_brain_absurd_reports", "Reports with impossible values, which Brain ignored.", labels=("kind",)
+        )
         for kind, count in self._absurd().items():
             absurd.add_metric((kind,), count)
-        return [absurd, GaugeMetricFamily("dlrover_brain_commits", "Commits of the store.", value=self._commits())]
+        return [absurd, GaugeMetricFamily("dlrover_brain_commits", "Commits to the database.", value=self._commits())]

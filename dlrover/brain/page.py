@@ -285,20 +285,22 @@ async def _read(request: Request) -> _HistoricalQuestion:
                     raise Rejected(f"The body has more than {MAX_BODY} bytes.")
         return msgspec.json.decode(data, type=_HistoricalQuestion)
     except TimeoutError:
-        raise Rejected(f"The body did not come within {READ_SECONDS:g} s.") from None
+        raise Rejected(f"The body did not arrive within {READ_SECONDS:g} s.") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Rejected(f"The body is no question of this form: {error}") from error
+        raise Rejected(f"The body is not a valid question: {error}") from error
 
 
 def _check_role(caller: TokenHolder, roles: tuple[TokenRole, ...]) -> None:
     if caller.role not in roles:
-        raise Rejected(f"This needs a token with the role `{roles[0]}`; this one has `{caller.role}`.")
+        raise Rejected(
+            f"This request needs a token with the role `{roles[0]}`; your token has the role `{caller.role}`."
+        )
 
 
 def _most(told: Mapping[str, str], *, default: int) -> int:
     text = told.get("most", str(default))
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:6]) <= 500):
-        raise Rejected(f"most: give a number from 1 to 500 (got {text[:20]!r}).")
+        raise Rejected(f"`most` must be a number from 1 to 500 (got {text[:20]!r}).")
     return int(text[:6])
 
 

@@ -200,8 +200,11 @@ def _in_units(group: PlannedGroup, bounds: JobBounds) -> PlannedGroup:
 
 def _why_none(alike: AlikeJobs) -> str:
     if not alike.level:
-        return "No completed job is like this one: it begins as its user says."
-    return f"{alike.text}, and none of them has a run that is evidence: it begins as its user says."
+        return "Brain knows no completed job that is similar, so the job starts with the size that its user gave."
+    return f"{alike.text}, but none of them has a usable measurement, so the job starts with the size that its user "
+
+
+"gave."
 
 
 def _scopes(tenant: str, user: str, namespace: str, cluster: str, app: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ class Rooms:
         """What the asking job may have now. `room` None: nothing limits it."""
         wishes = self._renewed(tenant, cluster, asked)
         if room is None:
-            return Allowance(sentence="Brain knows no room of this cluster.")
+            return Allowance(sentence="Brain does not know how many nodes this cluster has room for.")
         ordered = sorted(wishes.values(), key=lambda wish: (wish.first_at, wish.asked.job.uid))[:MOST_JOBS]
         shares = divide([wish.asked for wish in ordered], room)
         index = next(at for at, wish in enumerate(ordered) if wish.asked.job.uid == asked.job.uid)
@@ -94,7 +94,7 @@ def divide(jobs: Sequence[AllowanceAsked], room: int) -> list[tuple[int, str]]:
             step = _unit(jobs[index])
             if nodes[index] and nodes[index] + step <= jobs[index].max_nodes and step <= free:
                 nodes[index], free, is_moving = nodes[index] + step, free - step, True
-                sentences[index] = f"{nodes[index]} of {room}: no other job gains more from them."
+                sentences[index] = f"{nodes[index]} of {room} nodes: no other job would gain more from them."
     return list(zip(nodes, sentences, strict=True))
 
 

@@ -89,14 +89,14 @@ def check_beginning(began: JobBegan) -> None:
         raise malformed(f"node_unit must be at most max_nodes (got {bounds.node_unit} and {bounds.max_nodes}).")
     for name in ("smallest", "largest"):
         if not is_sane_resource(getattr(bounds, name)):
-            raise malformed(f"bounds.{name}: no machine has this size: {getattr(bounds, name)}.")
+            raise malformed(f"bounds.{name} must be the size of a real machine (got {getattr(bounds, name)}).")
     if bounds.smallest.cpu > bounds.largest.cpu or bounds.smallest.memory_mb > bounds.largest.memory_mb:
         raise malformed("bounds.smallest must be at most bounds.largest.")
     limits = bounds.limits
     if not (_is_within(limits.cpu, MOST_CPU * MOST_NODES) and 0 <= limits.memory_mb <= MOST_MEMORY * MOST_NODES):
-        raise malformed(f"bounds.limits: no cluster has this size: {limits}.")
+        raise malformed(f"bounds.limits must be the size of a real cluster (got {limits}).")
     if not all(is_sane_resource(group.resource) for group in began.asked):
-        raise malformed("asked: no machine has the size of a group.")
+        raise malformed("The size of a group must be that of a real machine.")
 
 
 def sane_points(asked: AllowanceAsked) -> tuple[SpeedPoint, ...]:

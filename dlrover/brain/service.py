@@ -116,7 +116,9 @@ class BrainServer:
     async def _serve_other(self, _: object, call: grpc.aio.ServicerContext) -> bytes:
         assert self._door is not None, "served before bind"
         await self._admit(call, self._door)
-        await call.abort(grpc.StatusCode.UNIMPLEMENTED, "this is Brain, and it has no such method")
+        await call.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "the program at this address is Brain, and it has no such method"
+        )
         raise AssertionError("abort always raises")
 
     async def _admit(self, call: grpc.aio.ServicerContext, door: Door) -> TokenHolder:
@@ -128,7 +130,11 @@ class BrainServer:
             place = place_of(call.peer())
             is_answered = door.refuse(place)
             if self._refusals.now():
-                log.warning("strangers refused num=%d newest=%s reason=token", self._refusals.num, call.peer())
+                log.warning(
+                    "callers without a valid token rejected num=%d newest=%s reason=token",
+                    self._refusals.num,
+                    call.peer(),
+                )
             if not is_answered:
                 await door.hold(place)
             await call.abort(
@@ -174,8 +180,12 @@ class BrainServer:
         except Exception:
             outcome = "failed"
             if self._bugs.now():
-                log.exception("a question failed kind=%s num=%d", kind, self._bugs.num)
-            return Refusal(id=0, code=ErrorCode.INTERNAL, message=f"Brain failed on {kind}; its log says why.")
+                log.exception("a question failed because of a bug kind=%s num=%d", kind, self._bugs.num)
+            return Refusal(
+                id=0,
+                code=ErrorCode.INTERNAL,
+                message=f"Brain failed on {kind} because of a bug. Its log has the traceback.",
+            )
         finally:
             self._listener.note(kind, outcome, time.perf_counter() - began_at)
 
@@ -188,5 +198,5 @@ def _encoded(verdict: BrainVerdict) -> bytes:
         return BRAIN_VERDICT.encode(Refusal(id=0, code=ErrorCode.INTERNAL, message="The answer cannot be encoded."))
     if len(data) <= MAX_MESSAGE_BYTES:
         return data
-    text = f"The answer has {len(data)} bytes, and one message carries {MAX_MESSAGE_BYTES}. Ask for fewer rows."
+    text = f"The answer has {len(data)} bytes, but a message can carry only {MAX_MESSAGE_BYTES}. Ask for fewer rows."
     return BRAIN_VERDICT.encode(Refusal(id=0, code=ErrorCode.TOO_LARGE, message=text))

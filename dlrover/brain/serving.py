@@ -54,8 +54,8 @@ class RunningBrain:
             await self.doorkeeper.refresh()
             if self.doorkeeper.is_useless:
                 raise ConfigError(
-                    f"Brain would listen on {terms.host} for every machine, and no tenant has a token. "
-                    "Make one with `dlrover brain tenants add NAME`, or listen on 127.0.0.1."
+                    f"Brain cannot listen on {terms.host} for all machines, because no tenant has a token. Make "
+                    "one with `dlrover brain tenants add NAME`, or listen on 127.0.0.1."
                 )
             self.port = self._server.bind(terms.host, terms.port)
             await self._server.start()
@@ -106,7 +106,7 @@ class RunningBrain:
             try:
                 deleted = await prune(self.store, self._terms.retention)
             except Unavailable as error:
-                log.warning("pruning is put off reason=%s", error)
+                log.warning("old data are deleted later reason=%s", error)
                 continue
             if any(deleted.values()):
                 log.info("pruned %s", " ".join(f"{table}={count}" for table, count in deleted.items()))

@@ -101,12 +101,14 @@ def check_right(caller: TokenHolder, question: BrainQuestion) -> None:
         case JobsAsked() | JobAsked() | PlansAsked():
             allowed = (TokenRole.JOB, TokenRole.READER, TokenRole.ADMIN)
             if question.tenant not in ("", caller.tenant) and caller.role is not TokenRole.ADMIN:
-                raise Rejected("Only a token with the role `admin` reads the jobs of another tenant.")
+                raise Rejected("Only a token with the role `admin` may read the jobs of another tenant.")
         case _:
             allowed = (TokenRole.JOB, TokenRole.ADMIN)
     if caller.role not in allowed:
         names = " or ".join(f"`{role}`" for role in allowed)
-        raise Rejected(f"{type(question).__name__} needs a token with the role {names}; this one has `{caller.role}`.")
+        raise Rejected(
+            f"{type(question).__name__} needs a token with the role {names}; your token has the role `{caller.role}`."
+        )
 
 
 def add_token(connection: Connection, tenant: str, role: TokenRole, now: float, *, row_limit: int | None = None) -> str:

@@ -81,7 +81,7 @@ def prepare_in_cluster(wish: ClusterWish, environ: Mapping[str, str]) -> Cluster
     try:
         return asyncio.run(_prepare(wish, environ))
     except (Unavailable, Rejected) as error:
-        raise ConfigError(f"The cluster does not let the master of {wish.job_name} begin: {error}") from error
+        raise ConfigError(f"The master of {wish.job_name} cannot start on this cluster: {error}") from error
 
 
 async def _prepare(wish: ClusterWish, environ: Mapping[str, str]) -> ClusterStart:
@@ -118,7 +118,7 @@ async def _prepare(wish: ClusterWish, environ: Mapping[str, str]) -> ClusterStar
         provision = await provide(api, job, port=wish.port, token=wish.token, pod_ip=wish.pod_ip)
         pause = lapse_left(job, has_journal=os.path.exists(wish.journal), now=time.time())
         if pause:
-            log.info("waiting until the former master's access has lapsed seconds=%.1f", pause)
+            log.info("waiting until the former master has lost its access to the cluster seconds=%.1f", pause)
             await asyncio.sleep(pause)
     pods = pod_job_of(job, fleet, master_addr=provision.master_addr, token_secret=names.token_secret(job.metadata.name))
     options = PodOptions(job=pods, can_cordon=job.spec.faulty_hosts is FaultyHosts.CORDON)
@@ -146,7 +146,7 @@ def lapse_left(job: ElasticJob, *, has_journal: bool, now: float) -> float:
     try:
         gone_at = datetime.fromisoformat(record.gone_at).timestamp()
     except ValueError:
-        log.warning("status.master.goneAt is no time value=%s", record.gone_at)
+        log.warning("status.master.goneAt is not a time, so this master waits the full time value=%s", record.gone_at)
         return LAPSE
     return max(0.0, min(LAPSE, gone_at + LAPSE - now))  # clocks differ: never longer than the lapse itself
 
@@ -160,14 +160,14 @@ def leave_notice(end_file: str, path: str) -> bool:
     except FileNotFoundError:
         return False
     if not os.path.exists(path):
-        log.info("no kubelet waits for the end of the job file=%s", path)
+        log.info("this pod has no termination message file, so the end of the job is not written there file=%s", path)
         return False
     stage = "Succeeded" if end.exit_code == 0 else "Failed"
     text = _fitting(JobNotice(stage=stage, reason=end.reason.value, sentence=end.message))
     try:
         Path(path).write_bytes(text)
     except OSError as error:
-        log.error("end of the job not told to the cluster file=%s reason=%s", path, error.strerror)
+        log.error("the end of the job could not be written for the cluster file=%s reason=%s", path, error.strerror)
         return False
     return True
 

@@ -45,9 +45,15 @@ RayCluster = Annotated[
     str, typer.Option("--ray", help="The job runs on this Ray cluster: HOST:PORT, or auto for the one of this machine.")
 ]
 TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, or DLROVER_JOB_TOKEN.")]
-TlsCa = Annotated[str, typer.Option("--tls-ca", help="Certificates (PEM) that the master's must come from: use TLS.")]
-TlsCert = Annotated[str, typer.Option("--tls-cert", help="Our certificate (PEM), where the master asks for one.")]
-TlsKey = Annotated[str, typer.Option("--tls-key", help="The key of our certificate (PEM).")]
+TlsCa = Annotated[
+    str,
+    typer.Option(
+        "--tls-ca",
+        help="CA certificates (PEM) that the master's certificate must come from. Giving it switches TLS on.",
+    ),
+]
+TlsCert = Annotated[str, typer.Option("--tls-cert", help="Your certificate (PEM), if the master asks for one.")]
+TlsKey = Annotated[str, typer.Option("--tls-key", help="The key of your certificate (PEM).")]
 
 _OPTIONS = {
     "job": Job,
@@ -229,15 +235,18 @@ def find_local_job(job: str, *, otherwise: str = "") -> RunningJob:
         if job and fitting:
             names = ", ".join(fitting)
             raise ConfigError(
-                f"{len(fitting)} jobs of yours on this host begin with {job}: {names}. Give more of the name."
+                f"The names of {len(fitting)} of your jobs on this host begin with {job}: {names}. Give more of "
+                "the name."
             )
-        what = f"No job {job} of yours runs on this host{otherwise}" if job else "Name a job, or give --addr HOST:PORT"
+        what = (
+            f"You have no running job {job} on this host{otherwise}" if job else "Name a job, or give --addr HOST:PORT"
+        )
         raise ConfigError(f"{what}. Running here: {', '.join(sorted(jobs)) or 'none'}.")
     (name,) = fitting
     found = list(jobs[name].values())
     if len(found) > 1:
         choices = " or ".join(f"--addr {each.address} --token-file {each.token_file}" for each in found)
-        raise ConfigError(f"{len(found)} jobs of yours on this host are called {name}. Give {choices}.")
+        raise ConfigError(f"You have {len(found)} jobs named {name} on this host. Give {choices}.")
     return found[0]
 
 

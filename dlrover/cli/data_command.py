@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NUM_NAMED = 20
 
-app = typer.Typer(name="data", help="What became of a job's data.", no_args_is_help=True)
+app = typer.Typer(name="data", help="Show what happened to the data of a job.", no_args_is_help=True)
 
 
 @app.callback()
@@ -29,7 +29,7 @@ def data() -> None:
 
 @app.command()
 def audit(
-    journal: Annotated[Path, typer.Argument(metavar="JOURNAL", help="The master's SQLite file.")],
+    journal: Annotated[Path, typer.Argument(metavar="JOURNAL", help="The master's journal (an SQLite file).")],
     is_json: Annotated[bool, typer.Option("--json", help="Print all findings, as JSON.")] = False,
 ) -> None:
     """Prove from the journal that the model has seen each record exactly once."""
@@ -70,7 +70,8 @@ def _print_table(findings: list[AuditFinding]) -> None:
     for finding in findings:
         table.add_row(
             finding.dataset,
-            f"{finding.num_seen:,}" + (f" + {finding.num_trusted:,} from before" if finding.num_trusted else ""),
+            f"{finding.num_seen:,}"
+            + (f" + {finding.num_trusted:,} before this journal began" if finding.num_trusted else ""),
             str(len(finding.repeated)),
             str(len(finding.missing)),
             str(finding.num_set_aside),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dlrover.protocol.messages.job import JobStatus
 
 app = typer.Typer(
-    name="dlrover", help="Look at, steer and clean up training jobs.", no_args_is_help=True, add_completion=False
+    name="dlrover", help="Show, control and clean up training jobs.", no_args_is_help=True, add_completion=False
 )
 
 
@@ -65,7 +65,7 @@ def local(context: typer.Context) -> None:
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def replay(context: typer.Context) -> None:
-    """Print what a job's journal says: what was decided, when and why."""
+    """Print the decisions in a job's journal: what was decided, when and why."""
     from dlrover.cli.show.replay import main as replay_main
 
     raise typer.Exit(replay_main(context.args))
@@ -76,7 +76,7 @@ def status(
     connection: JobConnection,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
-    """Show a running job: its stage, its nodes, and the reason for what it does."""
+    """Show a running job: its stage, its nodes, and the reason for its present state."""
     from dlrover.protocol.messages.job import AskStatus, JobStatus
 
     reply = connection.ask(AskStatus(), JobStatus)
@@ -88,7 +88,7 @@ def diagnosis(
     connection: JobConnection,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
-    """Show what was found to be wrong with a running job, and the page about its newest hang."""
+    """Show the faults that the diagnosis found in a running job, and its analysis of the newest hang."""
     import msgspec
 
     from dlrover.cli.show.status import verdict_lines
@@ -101,7 +101,7 @@ def diagnosis(
     for past in reply.verdicts:
         echo("\n".join(verdict_lines(past, reply.now)))
     if not reply.verdicts:
-        typer.echo("The master has diagnosed no fault in this job.")
+        typer.echo("The diagnosis has found no fault in this job.")
     if reply.autopsy is not None:
         echo(f"\n{reply.autopsy.text}")
 
@@ -109,15 +109,18 @@ def diagnosis(
 @_command(job=JobOrJournal)
 def events(
     connection: JobConnection,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
-    is_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    limit: Annotated[int, typer.Option("--limit", help="So many, the newest.", min=1)] = 200,
-    trace: Annotated[str, typer.Option("--trace", help="Write the whole job there as a trace for Perfetto.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    limit: Annotated[int, typer.Option("--limit", help="Show at most this many, the newest.", min=1)] = 200,
+    trace: Annotated[
+        str, typer.Option("--trace", help="Write the history of the job to this file, as a trace for Perfetto.")
+    ] = "",
     training_events: Annotated[
-        str, typer.Option("--training-events", help="Directory with events of training processes, for --trace.")
+        str,
+        typer.Option("--training-events", help="With --trace: directory with the events of the training processes."),
     ] = "",
 ) -> None:
-    """Show what happened in a job: running, or from its journal."""
+    """Show the events of a running job, or those in a job's journal."""
     from dlrover.cli.events_command import asked, of_journal, print_events
     from dlrover.cli.show.trace import build_trace, write_trace
 
@@ -139,9 +142,9 @@ def events(
 @_command()
 def top(
     connection: JobConnection,
-    once: Annotated[bool, typer.Option("--once", help="Print it once, as where there is no terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit, also in a terminal.")] = False,
 ) -> None:
-    """Watch a running job: goodput, what each node does, its newest events. Ctrl-C ends it."""
+    """Watch a running job: goodput, what each node does, the newest events. Ctrl-C ends the display, not the job."""
     from dlrover.cli.show.top import show
 
     try:
@@ -157,13 +160,14 @@ def top(
 @_command(job=JobOrJournal)
 def report(
     connection: JobConnection,
-    output: Annotated[str, typer.Option("--output", "-o", help="File to write; none: standard output.")] = "",
-    is_html: Annotated[bool, typer.Option("--html", help="HTML with plots, in one file.")] = False,
+    output: Annotated[str, typer.Option("--output", "-o", help="File to write. Not given: standard output.")] = "",
+    is_html: Annotated[bool, typer.Option("--html", help="Write one HTML file with plots.")] = False,
     is_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Markdown, the default unless the file is .html.")
+        bool,
+        typer.Option("--markdown", help="Write Markdown. This is the default, except for files that end in .html."),
     ] = False,
 ) -> None:
-    """Write a post-mortem of a job: where its time went, each fault with its cause and cost, what happened."""
+    """Write a report of a job: how its time was spent, each fault with its cause and cost, and the events."""
     from dlrover.cli.show.post_mortem import as_html, as_markdown
 
     if is_html and is_markdown:
@@ -181,10 +185,12 @@ def report(
 @_command()
 def stop(
     connection: JobConnection,
-    reason: Annotated[str, typer.Option(help="For the journal and the report.")] = "dlrover stop",
+    reason: Annotated[
+        str, typer.Option(help="Reason to record in the journal and show in the report.")
+    ] = "dlrover stop",
     message: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """End a running job in good order, on all its nodes."""
+    """Stop a running job on all its nodes, in an orderly way."""
     from dlrover.protocol.messages.job import StopJob
 
     if message:
@@ -198,24 +204,30 @@ def scale(
     connection: JobConnection,
     nodes: Annotated[
         str,
-        typer.Option(
-            "--nodes", help="How many nodes the world shall have: N (it is held for ten minutes), or MIN:MAX."
-        ),
+        typer.Option("--nodes", help="Number of nodes in the world: N (kept for ten minutes), or MIN:MAX."),
     ] = "",
     replicas: Annotated[
-        str, typer.Option("--replicas", help="Nodes of one type beside an all-reduce world: TYPE=COUNT, as ps=3.")
+        str,
+        typer.Option(
+            "--replicas", help="Number of nodes of one type outside the all-reduce world: TYPE=COUNT, such as ps=3."
+        ),
     ] = "",
-    is_why: Annotated[bool, typer.Option("--why", help="Say why the job has its size, and change nothing.")] = False,
+    is_why: Annotated[
+        bool, typer.Option("--why", help="Explain why the job has its present size, and change nothing.")
+    ] = False,
     auto: Annotated[
-        str, typer.Option("--auto", help="Let the job find its own size from now on: on, off or dry-run.")
+        str, typer.Option("--auto", help="Switch automatic scaling: on, off, or dry-run (decide but change nothing).")
     ] = "",
     room: Annotated[
-        int, typer.Option("--room", help="Most nodes of a job of `dlrover local` that may run; 0 for any number.")
+        int,
+        typer.Option("--room", help="For jobs of `dlrover local`: most nodes that may run on this host; 0: no limit."),
     ] = -1,
-    picture: Annotated[str, typer.Option("--picture", help="With --why: write the fitted curve there, as SVG.")] = "",
-    is_json: Annotated[bool, typer.Option("--json", help="With --why: all that is known, as JSON.")] = False,
+    picture: Annotated[
+        str, typer.Option("--picture", help="With --why: write the fitted curve to this SVG file.")
+    ] = "",
+    is_json: Annotated[bool, typer.Option("--json", help="With --why: print all that is known, as JSON.")] = False,
 ) -> None:
-    """Change how many nodes a running job has, let it find its own size, or say why it has the one it has."""
+    """Change the number of nodes of a running job, switch automatic scaling, or explain the present size."""
     from dlrover.cli.options.settings import parse_nnodes
     from dlrover.protocol.messages.fleet import ScaleJob
     from dlrover.protocol.messages.scaling import ScaleTo
@@ -236,9 +248,9 @@ def scale(
     command: Question
     if replicas:
         command = _scale_replicas(replicas)
-        amount = f"{command.node_type.value}: {command.count}"
+        amount = f"{command.count} nodes of type {command.node_type.value}"
     else:
-        amount = nodes
+        amount = f"{nodes} nodes"
         try:
             min_nodes, max_nodes = parse_nnodes(nodes)
         except ConfigError as error:
@@ -246,21 +258,21 @@ def scale(
         is_number = ":" not in nodes
         command = ScaleTo(nodes=max_nodes) if is_number else ScaleJob(min_nodes=min_nodes, max_nodes=max_nodes)
     connection.send(command)
-    typer.echo(f"The job shall have {amount} nodes.")
+    typer.echo(f"The job's target is now {amount}.")
 
 
 @_command()
 def migrate(
     connection: JobConnection,
     node: Annotated[str, typer.Option("--node", help=_NODE_HELP)],
-    cpu: Annotated[float, typer.Option("--cpu", help="Cores of the new node; 0: as the platform gives.")],
+    cpu: Annotated[float, typer.Option("--cpu", help="Processor cores of the new node; 0: the platform's default.")],
     memory_mb: Annotated[
-        int, typer.Option("--memory-mb", help="Memory of the new node in MiB; 0: as the platform gives.")
+        int, typer.Option("--memory-mb", help="Memory of the new node in MiB; 0: the platform's default.")
     ],
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the new node.")] = 0,
-    gpu_type: Annotated[str, typer.Option("--gpu-type", help="Their kind.")] = "",
+    gpu_type: Annotated[str, typer.Option("--gpu-type", help="Kind of these GPUs.")] = "",
 ) -> None:
-    """Exchange a node of a job for one with other resources; the old one goes when the new one runs."""
+    """Replace a node of a job by a node with other resources. The old node leaves when the new one runs."""
     from dlrover.cli.node_names import find_platform_node
     from dlrover.protocol.messages.fleet import MigrateNode, Resource
     from dlrover.protocol.messages.identity import PlatformId
@@ -272,30 +284,36 @@ def migrate(
         connection.send(MigrateNode(node=PlatformId(-1), resource=resource))  # the master says why it cannot
     found = find_platform_node(status, node)
     connection.send(MigrateNode(node=found.id, resource=resource))
-    typer.echo(f"{found.label} is being exchanged.")
+    typer.echo(f"{found.label} is being replaced by a new node.")
 
 
 @_command()
 def suspend(
     connection: JobConnection,
-    reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover suspend",
+    reason: Annotated[
+        str, typer.Option(help="Reason to record in the journal and show in the status.")
+    ] = "dlrover suspend",
     is_releasing: Annotated[
-        bool, typer.Option("--release", help="Let the running nodes save and leave, too; a resumed job gets new ones.")
+        bool,
+        typer.Option(
+            "--release",
+            help="Let the running nodes save and exit too. The platform then starts new nodes when the job is resumed.",
+        ),
     ] = False,
 ) -> None:
-    """Launch no more nodes of a job until it is resumed. Running nodes keep running, unless --release is given."""
+    """Suspend a job: no new nodes start until it is resumed. Running nodes keep running, unless --release is given."""
     from dlrover.protocol.messages.fleet import SuspendJob
 
     connection.send(SuspendJob(reason=reason, is_releasing=is_releasing))
-    released = " Its nodes save and leave." if is_releasing else ""
-    typer.echo(f"The job is suspended; `dlrover resume` ends that.{released}")
+    released = " Its nodes save and exit." if is_releasing else ""
+    typer.echo(f"The job is suspended. To resume it: dlrover resume.{released}")
 
 
 @_command()
 def resume(
     connection: JobConnection,
 ) -> None:
-    """End the suspension of a job."""
+    """Resume a suspended job."""
     from dlrover.protocol.messages.fleet import ResumeJob
 
     connection.send(ResumeJob())
@@ -305,48 +323,61 @@ def resume(
 @_command()
 def restart(
     connection: JobConnection,
-    reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover restart",
-    is_nodes: Annotated[
-        bool, typer.Option("--nodes", help="Replace all worker nodes by new ones of the platform.")
-    ] = False,
+    reason: Annotated[
+        str, typer.Option(help="Reason to record in the journal and show in the status.")
+    ] = "dlrover restart",
+    is_nodes: Annotated[bool, typer.Option("--nodes", help="Replace all worker nodes by new ones.")] = False,
     is_workers: Annotated[bool, typer.Option("--workers", hidden=True)] = False,
 ) -> None:
-    """Start the workers of a job again, on the nodes that are there; or replace all its worker nodes, once."""
+    """Restart the workers of a job on their present nodes, or with --nodes replace all its worker nodes."""
     from dlrover.protocol.messages.fleet import RestartJob
     from dlrover.protocol.messages.requests import RestartWorkers
 
     if is_workers and is_nodes:
-        raise ConfigError("Give --nodes, or nothing to restart only the workers.")
+        raise ConfigError(
+            "--nodes and --workers exclude each other. Give --nodes to replace the nodes, or neither to restart "
+            "only the workers."
+        )
     if is_workers:
-        _notice("--workers is the default now; leave it out.")
+        _notice("--workers is the default and can be left out.")
     if is_nodes:
         connection.send(RestartJob(reason=reason))
         typer.echo("The job's nodes are being replaced.")
         return
     connection.send(RestartWorkers(reason=reason))
-    typer.echo("The job's workers stop and start again on their nodes; `dlrover restart --nodes` replaces the nodes.")
+    typer.echo(
+        "The job's workers stop and start again on the same nodes. (`dlrover restart --nodes` replaces the nodes.)"
+    )
 
 
 @_command()
 def save(
     connection: JobConnection,
-    reason: Annotated[str, typer.Option(help="For the journal, the status and the trainers.")] = "dlrover save",
+    reason: Annotated[
+        str, typer.Option(help="Reason to record in the journal and to show in the status and to the trainers.")
+    ] = "dlrover save",
 ) -> None:
-    """Have the next save of a job written to storage, whatever it would have been."""
+    """Write the next save of a job to storage, also if the script would save only to memory."""
     from dlrover.protocol.messages.checkpoint import RequestSave
 
     connection.send(RequestSave(reason=reason))
-    typer.echo("The master asks the trainers to save; `dlrover status` shows when a checkpoint is committed.")
+    typer.echo(
+        "The trainers write their next save to storage. `dlrover status` shows when the checkpoint is committed."
+    )
 
 
 @_command()
 def relaunch(
     connection: JobConnection,
     node: Annotated[str, typer.Option("--node", help=_NODE_HELP)],
-    cordon: Annotated[bool, typer.Option("--cordon", help="Its machine gets no node of this job any more.")] = False,
-    reason: Annotated[str, typer.Option(help="For the journal and the status.")] = "dlrover relaunch",
+    cordon: Annotated[
+        bool, typer.Option("--cordon", help="Start no further node of this job on the same machine.")
+    ] = False,
+    reason: Annotated[
+        str, typer.Option(help="Reason to record in the journal and show in the status.")
+    ] = "dlrover relaunch",
 ) -> None:
-    """Exchange a node of a job for a new one of its platform, at once."""
+    """Replace a node of a job by a new node at once."""
     from dlrover.cli.node_names import find_node, find_platform_node
     from dlrover.protocol.messages.identity import NodeId
     from dlrover.protocol.messages.job import AskStatus, JobStatus
@@ -357,17 +388,17 @@ def relaunch(
         connection.send(RelaunchNode(node=find_node(status, node).node, reason=reason, is_cordoned=cordon))
     found = find_platform_node(status, node)
     connection.send(RelaunchNode(node=NodeId(-1), platform_node=found.id, reason=reason, is_cordoned=cordon))
-    typer.echo(f"{found.label} is being exchanged.")
+    typer.echo(f"{found.label} is being replaced by a new node.")
 
 
 @_command()
 def dashboard(
     connection: JobConnection,
     is_read_only: Annotated[
-        bool, typer.Option("--read-only", help="A link for looking only; it can be shared, and used again.")
+        bool, typer.Option("--read-only", help="Print a read-only link. It can be shared and used many times.")
     ] = False,
 ) -> None:
-    """Print a link that opens the page of a job in a browser. It works once, for ten minutes."""
+    """Print a link that opens the page of a job in a browser. The link works once, within ten minutes."""
     import time
 
     from dlrover.master.web.access import one_time_link, read_only_token
@@ -383,7 +414,7 @@ def dashboard(
 
 @app.command()
 def clean() -> None:
-    """Remove what killed jobs of yours left on this host: directories, snapshots, network namespaces, processes if any survived."""
+    """Remove leftovers of your killed jobs from this host: directories, snapshots, network namespaces and processes."""
     from dlrover.cli.launch.runtime_dir import reap, reap_snapshots, snapshot_root, user_root
     from dlrover.cli.options.environment import read_environment
     from dlrover.platforms.local.starter import remove_left_behind
@@ -391,7 +422,7 @@ def clean() -> None:
     environment = read_environment(os.environ)
     removed = reap(user_root(environment), older_than=0.0)
     for left in removed:
-        echo(f"removed {left.path} (job {left.job_name or 'unknown'}, dead for at least {left.age:.0f} s)")
+        echo(f"removed {left.path} (job {left.job_name or 'unknown'}, ended at least {left.age:.0f} s ago)")
     typer.echo(f"{len(removed)} left-over directories removed.")
     for path in reap_snapshots(snapshot_root(environment), older_than=0.0):
         typer.echo(f"removed the snapshots in {path}")
@@ -415,11 +446,11 @@ for _name, _short in (("ls", job_commands.list_jobs), ("describe", job_commands.
 def doctor(
     needed: Annotated[
         list[str] | None,
-        typer.Option("--need", help="This extra must be complete; may be given again.", metavar="EXTRA"),
+        typer.Option("--need", help="Require everything of this extra; may be given again.", metavar="EXTRA"),
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
-    """Say what a job would find here: machine, packages, extras, platforms, variables. Exit code 1: there is a problem."""
+    """Check this machine for jobs: kernel, packages, extras, platforms, variables. Exit code 1: there is a problem."""
     import msgspec
 
     from dlrover.cli.help.doctor import FindingState, examine, lines_of
@@ -467,7 +498,7 @@ def _write(write: Callable[[], object]) -> None:
     try:
         write()
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}. Give a file that can be written.") from error
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}. Name another file.") from error
 
 
 def _show_why(connection: JobConnection, *, picture: str, is_json: bool) -> None:
@@ -493,7 +524,7 @@ def _set_scaling(connection: JobConnection, text: str) -> None:
     except ValueError as error:
         raise ConfigError(f"--auto {text}: give one of {', '.join(each.value for each in ScaleMode)}.") from error
     connection.send(SetScaling(mode=mode))
-    typer.echo(f"Scaling is {mode.value}; `dlrover scale --why` says what it decides.")
+    typer.echo(f"Automatic scaling is {mode.value}. `dlrover scale --why` explains what it decides.")
 
 
 def _limit_room(connection: JobConnection, most: int) -> None:
@@ -504,7 +535,8 @@ def _limit_room(connection: JobConnection, most: int) -> None:
     socket = connection.host_socket
     if socket is None:
         raise ConfigError(
-            "--room: this job is not run by `dlrover local` on this host. Its platform says how much room it has."
+            "--room works only for jobs of `dlrover local` on this host. For other jobs the platform decides "
+            "how many nodes fit."
         )
     asyncio.run(LocalPlatform(LocalOptions(socket=socket), "").limit_nodes(most))
     typer.echo(f"At most {most} nodes may run on this host." if most else "Any number of nodes may run on this host.")
@@ -517,7 +549,7 @@ def _scale_replicas(text: str) -> ScaleReplicas:
     name, _, count = text.partition("=")
     try:
         if not (count.isascii() and count.isdigit()):
-            raise ValueError(f"{count!r} is no count")
+            raise ValueError(f"{count!r} is not a number of nodes")
         return ScaleReplicas(node_type=node_type_of(name), count=int(count))
     except ValueError as error:
         known = ", ".join(node_type.value for node_type in NodeType)

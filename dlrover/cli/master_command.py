@@ -51,16 +51,21 @@ _NO = ("false", "0", "no")
 _SERVICES = ("grpc", "http")
 
 _OTHER_PLATFORMS = {
-    "volcano": "volcano is a scheduler of Kubernetes, named by `spec.gang` of the job. Use: --platform pyk8s",
+    "volcano": "volcano is a scheduler of Kubernetes and not a platform. Name it in `spec.gang` of the job, and use: "
+    "--platform pyk8s",
 }
 _WITHOUT_EFFECT = (
     (
         "--xpu-type",
         ("nvidia", "ascend", "mthreads", "metax", "cpu"),
-        "accelerators are known by the names of the resources that the job asks for",
+        "the resource names in the job's description already tell the kind of accelerator",
     ),
-    ("--task-process-timeout", ("1800",), "the script gives the lease of a shard with its dataset"),
-    ("--training-elastic-mode", ("base",), "the mode of DeepSpeed's universal checkpoints is not part of this version"),
+    ("--task-process-timeout", ("1800",), "the script sets this time when it registers a dataset"),
+    (
+        "--training-elastic-mode",
+        ("base",),
+        "this version does not support the mode of DeepSpeed's universal checkpoints",
+    ),
 )
 """Options of the original: name, values that ask for nothing here, and why others cannot be had."""
 _ON_RAY = (
@@ -112,7 +117,7 @@ def reset_options_without_effect(options: argparse.Namespace) -> list[str]:
         for field, harmless_value in (("relaunch_error", "false"), ("group_affinity", "")):
             if getattr(options, field).lower() != harmless_value:
                 name = "--" + field.replace("_", "-")
-                notes.append(f"{name} {getattr(options, field)} has no effect: this master starts no nodes.")
+                notes.append(f"{name} {getattr(options, field)} has no effect, because this master starts no nodes.")
                 setattr(options, field, harmless_value)
     return notes
 
@@ -124,8 +129,8 @@ def _reset_options_without_effect_on_ray(options: argparse.Namespace) -> list[st
     for field, default in defaults.items():
         if field not in _ON_RAY and getattr(options, field) != default:
             notes.append(
-                f"--{field.replace('_', '-')} {getattr(options, field)} has no effect: with --platform ray the job's host starts the master. "
-                "Give options of dlrover-run after `--`, before the script."
+                f"--{field.replace('_', '-')} {getattr(options, field)} has no effect: with --platform ray the "
+                "job's host starts the master. Give options of dlrover-run after `--`, in front of the script."
             )
             setattr(options, field, default)
     return notes
@@ -154,7 +159,7 @@ def run(options: argparse.Namespace, *, programs: Programs | None = None) -> int
     platform_options = _platform_options(options)
     if options.job_spec or options.command:
         what = f"--job-spec {options.job_spec}" if options.job_spec else f"A script ({' '.join(options.command)})"
-        raise ConfigError(f"{what} goes with --platform ray only.")
+        raise ConfigError(f"{what} needs --platform ray.")
     host = options.host or (EVERYWHERE if is_in_cluster else LOOPBACK)
     master_port = _take_master_port(host, options.port, environment.host_ports)
     address = Address(host, master_port.port)
@@ -305,7 +310,9 @@ def _cluster_wish(
     for name in ("fleet", "platform_options"):
         if getattr(options, name):
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} does not go with --platform {options.platform}: the ElasticJob says it.")
+            raise ConfigError(
+                f"{option} has no effect with --platform {options.platform}: the ElasticJob sets it. Leave it out."
+            )
     return ClusterWish(
         job_name=options.job_name,
         namespace=options.namespace,
@@ -332,7 +339,9 @@ def _group_affinity(text: str) -> dict[int, int]:
             f"--group-affinity {text}: give a map of groups to workers, such as {{0: 10, 1: 15}}."
         ) from error
     if any(group < 0 or count < 1 for group, count in groups.items()):
-        raise ConfigError(f"--group-affinity {text}: groups begin with 0, and each has at least 1 worker.")
+        raise ConfigError(
+            f"--group-affinity {text}: group numbers must be at least 0, and each group needs at least 1 worker."
+        )
     return groups
 
 
@@ -391,7 +400,7 @@ def _tls(options: argparse.Namespace) -> TlsConfig | None:
         raise ConfigError("A master with TLS needs its own certificate: give both --tls-cert and --tls-key.")
     for name, path in files.items():
         if path and not os.access(path, os.R_OK):
-            raise ConfigError(f"--tls-{name} {path}: there is no such readable file.")
+            raise ConfigError(f"--tls-{name} {path}: this file does not exist or cannot be read.")
     return TlsConfig(**{name: os.path.abspath(path) if path else "" for name, path in files.items()})
 
 
@@ -425,38 +434,78 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
         parser.add_argument(*spellings, **keywords)  # type: ignore[arg-type]
 
     add("--job-name", required=True, help="name of the job")
-    add("--host", default="", help=f"address to listen on ({LOOPBACK}; in a cluster {EVERYWHERE}, which means all)")
-    add("--port", type=_port, default=0, help="port to listen on (0: one of HOST_PORTS, else any free one)")
-    add("--node-num", type=_positive, default=1, help="accepted; the nodes themselves tell how many there are")
-    add("--platform", default="local", help="where nodes come from: local, pyk8s, ray, NAME, or MODULE::CLASS")
-    add("--job-spec", default="", metavar="FILE", help="of --platform ray: the job's nodes, .json or .yaml")
-    add("--namespace", default="", help="of the ElasticJob in its cluster (that of the pod or of the kubeconfig)")
-    add("--fleet", default="", metavar="FILE", help="nodes to start there, JSON (without: people start the nodes)")
-    add("--platform-options", default="", metavar="FILE", help="what the platform needs to know, a JSON object")
-    add("--journal", default="", metavar="FILE", help="keep the journal there and continue from it")
-    add("--token-file", default="", metavar="FILE", help="file with the job token (or DLROVER_JOB_TOKEN)")
-    add("--tls-ca", default="", metavar="FILE", help="certificates that clients must come from")
+    add("--host", default="", help=f"address to listen on ({LOOPBACK}; in a cluster {EVERYWHERE}, all addresses)")
+    add("--port", type=_port, default=0, help="port to listen on (0: one of HOST_PORTS, or any free port)")
+    add(
+        "--node-num",
+        type=_positive,
+        default=1,
+        help="accepted without effect: the nodes tell the master how many they are",
+    )
+    add(
+        "--platform",
+        default="local",
+        help="platform that starts the nodes: local, pyk8s, ray, a registered name, or MODULE::CLASS",
+    )
+    add(
+        "--job-spec",
+        default="",
+        metavar="FILE",
+        help="with --platform ray: file that describes the job's nodes, .json or .yaml",
+    )
+    add("--namespace", default="", help="namespace of the ElasticJob (that of the pod or of the kubeconfig)")
+    add(
+        "--fleet",
+        default="",
+        metavar="FILE",
+        help="JSON file that lists the nodes to start (without it, you start the nodes by hand)",
+    )
+    add("--platform-options", default="", metavar="FILE", help="options of the platform, a JSON object")
+    add(
+        "--journal",
+        default="",
+        metavar="FILE",
+        help="keep the journal in this file, and continue from it after a restart",
+    )
+    add("--token-file", default="", metavar="FILE", help="file that holds the job token (or DLROVER_JOB_TOKEN)")
+    add(
+        "--tls-ca",
+        default="",
+        metavar="FILE",
+        help="CA certificates (PEM) that the certificates of clients must come from",
+    )
     add("--tls-cert", default="", metavar="FILE", help="our certificate")
     add("--tls-key", default="", metavar="FILE", help="its key")
-    add("--pre-check-ops", default="", metavar="OPERATORS", help="checks before training: MODULE::CLASS,... or tuples")
+    add(
+        "--pre-check-ops",
+        default="",
+        metavar="OPERATORS",
+        help="checks before training: MODULE::CLASS,... or a list of tuples",
+    )
     add(
         "--dynamic-failover-extension",
         default="",
         metavar="MODULE::CLASS",
-        help="plug-in with which the agents of --fleet decide what the job does after a failure",
+        help="plug-in that decides, on the nodes of --fleet, what the job does after a failure",
     )
-    add("--pending-timeout", type=float, metavar="SECONDS", help="a node of --fleet may wait so long for its resources")
+    add(
+        "--pending-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="seconds that a node of --fleet may wait for its resources",
+    )
     add(
         "--pending-fail-strategy",
         type=int,
         metavar="-1|0|1|2",
-        help="which waiting nodes end the job: none (-1, 0), the necessary ones (1), all (2)",
+        help="which nodes end the job when they wait too long: none (-1, 0), those that the job needs to start (1), "
+        "any (2)",
     )
     add(
         "--termination-message-path",
         default=TERMINATION_MESSAGE,
         metavar="FILE",
-        help=f"where a kubelet reads how the job ended ({TERMINATION_MESSAGE})",
+        help=f"file in which the kubelet reads how the job ended ({TERMINATION_MESSAGE})",
     )
     add("--group-affinity", default="", metavar="MAP", help="workers of each scheduling group, such as {0: 10, 1: 15}")
     add(
@@ -465,17 +514,30 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
         const="true",
         default="false",
         metavar="true|false",
-        help="replace nodes that ended by an error of the script, too",
+        help="also replace nodes that ended with an error of the script",
     )
     add_scaling_options(add)
     add_brain_options(add)
-    add("--topology-querier", default="", metavar="MODULE::CLASS", help="plug-in that knows the switches above a host")
+    add(
+        "--topology-querier",
+        default="",
+        metavar="MODULE::CLASS",
+        help="plug-in that tells the network switches above a host",
+    )
     add("--topology-sorter", default="", metavar="MODULE::CLASS", help="plug-in that orders the nodes of a world")
     add(
-        "--hang-detection", type=int, metavar="0|1|2", help="what follows a hang: log, tell people, restart workers (2)"
+        "--hang-detection",
+        type=int,
+        metavar="0|1|2",
+        help="what the master does when workers hang: log (0), tell people (1), restart workers (2)",
     )
-    add("--hang-downtime", type=float, metavar="MINUTES", help="without proof of a hang workers restart after this (5)")
-    add("--max-hang-downtime", type=float, metavar="MINUTES", help="the same for phases that take long (120)")
+    add(
+        "--hang-downtime",
+        type=float,
+        metavar="MINUTES",
+        help="minutes without progress until the workers restart, if nothing proves that they hang (5)",
+    )
+    add("--max-hang-downtime", type=float, metavar="MINUTES", help="the same for phases that may take long (120)")
     add(
         "--enable-dashboard",
         nargs="?",
@@ -485,16 +547,19 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
         help="serve a page about the job",
     )
     add(
-        "--dashboard-port", type=_port, default=8080, help="port of the page (8080; 0, or if it is taken: any free one)"
+        "--dashboard-port",
+        type=_port,
+        default=8080,
+        help="port of the page (8080); any free port if it is taken, or with 0",
     )
-    add("--dashboard-host", default=LOOPBACK, help=f"address of the page ({LOOPBACK}; :: or 0.0.0.0 for all)")
-    add("--dashboard-url", default="", metavar="URL", help="URL of a reverse proxy before the page")
+    add("--dashboard-host", default=LOOPBACK, help=f"address of the page ({LOOPBACK}; :: or 0.0.0.0: all addresses)")
+    add("--dashboard-url", default="", metavar="URL", help="URL under which a reverse proxy shows the page")
     add(
         "--service-type",
         type=str.lower,
         default="grpc",
         metavar="grpc|http",
-        help="http: open the page's port, which takes questions as JSON (POST /ask); agents use gRPC in any case",
+        help="http: the port of the page also answers questions as JSON (POST /ask). Agents use gRPC in both cases",
     )
     add("--metrics-port", type=_port, default=-1, help="port of /metrics for Prometheus (only on the page's port)")
     add("--metrics-host", default=LOOPBACK, help=f"address of /metrics ({LOOPBACK})")
@@ -505,7 +570,7 @@ def build_parser(program: str, *, allow_abbrev: bool = False) -> argparse.Argume
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text} is no port; give a number from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; give a number from 0 to 65535")
     return int(text)
 
 

@@ -62,4 +62,6 @@ def _unknown(status: JobStatus, name: str) -> ConfigError:
     listed = ", ".join(names[:MOST_LISTED]) or "none"
     hidden = max(0, len(names) - MOST_LISTED) + sum(status.left_out.nodes.values())
     more = f" and {hidden} more" if hidden else ""
-    return ConfigError(f"--node {name}: this job has no such node. Name one by type and rank: {listed}{more}.")
+    return ConfigError(
+        f"--node {name}: this job has no such node. Give the type and rank of one of its nodes: {listed}{more}."
+    )

@@ -28,6 +28,6 @@ def read_fleet(text: bytes) -> FleetSpec:
         for former in [name for name in _FORMER_NAMES if name in replicas]:
             name = _FORMER_NAMES[former].value
             if name in replicas:
-                raise ConfigError(f"{former} is another name for {name}: give one of them.")
+                raise ConfigError(f"{former} and {name} are two names of one type. Give only one of them.")
             replicas[name] = replicas.pop(former)
     return msgspec.convert(given, FleetSpec, str_keys=True)

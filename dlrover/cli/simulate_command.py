@@ -24,36 +24,50 @@ MAX_TURNS = 24
 
 
 def simulate(
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes the job trains on.", min=1)] = 8,
-    min_nodes: Annotated[int, typer.Option("--min-nodes", help="It goes on with at least so many; 0: all.")] = 0,
-    spares: Annotated[int, typer.Option("--spares", help="Warm nodes that wait beside them.")] = 0,
-    node_unit: Annotated[int, typer.Option("--node-unit", help="A world has a multiple of so many nodes.")] = 1,
-    hours: Annotated[float, typer.Option("--hours", help="Training time if nothing ever failed.")] = 24.0,
-    step_time: Annotated[float, typer.Option("--step-time", help="Seconds per step with all nodes.")] = 1.0,
-    node_mtbf: Annotated[float, typer.Option("--node-mtbf", help="Hours until a node is lost; 0: never.")] = 500.0,
+    nodes: Annotated[int, typer.Option("--nodes", help="Number of nodes on which the job trains.", min=1)] = 8,
+    min_nodes: Annotated[
+        int, typer.Option("--min-nodes", help="Smallest number of nodes with which the job trains; 0: all of --nodes.")
+    ] = 0,
+    spares: Annotated[int, typer.Option("--spares", help="Number of extra nodes that wait warm.")] = 0,
+    node_unit: Annotated[
+        int, typer.Option("--node-unit", help="The number of nodes in a world is a multiple of this.")
+    ] = 1,
+    hours: Annotated[float, typer.Option("--hours", help="Training time without any failure, in hours.")] = 24.0,
+    step_time: Annotated[float, typer.Option("--step-time", help="Seconds for each step, with all nodes.")] = 1.0,
+    node_mtbf: Annotated[
+        float, typer.Option("--node-mtbf", help="Mean hours between two losses of one node; 0: never.")
+    ] = 500.0,
     worker_mtbf: Annotated[
-        float, typer.Option("--worker-mtbf", help="Hours until workers of a node crash; 0: never.")
+        float, typer.Option("--worker-mtbf", help="Mean hours between two crashes of workers on one node; 0: never.")
     ] = 200.0,
     master_mtbf: Annotated[
-        float, typer.Option("--master-mtbf", help="Hours until the master dies; 0: never.")
+        float, typer.Option("--master-mtbf", help="Mean hours between two failures of the master; 0: never.")
     ] = 1000.0,
     restart: Annotated[
-        float, typer.Option("--restart", help="Seconds from starting workers to their first step.")
+        float, typer.Option("--restart", help="Seconds from the start of the workers to their first step.")
     ] = 10.0,
     checkpoint_every: Annotated[float, typer.Option("--checkpoint-every", help="Seconds between checkpoints.")] = 600.0,
     replicas: Annotated[
-        bool, typer.Option("--replicas", help="Memory snapshots are replicated: no step is lost with a node.")
+        bool,
+        typer.Option(
+            "--replicas", help="Snapshots in memory are copied to other nodes, so that a lost node loses no step."
+        ),
     ] = False,
-    replacement: Annotated[float, typer.Option("--replacement", help="Seconds until a lost node is replaced.")] = 300.0,
+    replacement: Annotated[
+        float, typer.Option("--replacement", help="Seconds until the platform has replaced a lost node.")
+    ] = 300.0,
     join_timeout: Annotated[
-        float, typer.Option("--join-timeout", help="Seconds below the minimum until the job gives up.")
+        float,
+        typer.Option("--join-timeout", help="Seconds with fewer than --min-nodes nodes after which the job fails."),
     ] = 600.0,
-    seeds: Annotated[int, typer.Option("--seeds", help="So many times, each with other chance.", min=1)] = 5,
-    seed: Annotated[int, typer.Option("--seed", help="The first of them.")] = 1,
-    compare: Annotated[bool, typer.Option(help="Try other spares and minimums, too.")] = True,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (SVG) to this file.")] = None,
+    seeds: Annotated[
+        int, typer.Option("--seeds", help="Number of simulated runs, each with other random faults.", min=1)
+    ] = 5,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the first run; the next runs count up from it.")] = 1,
+    compare: Annotated[bool, typer.Option(help="Also try other numbers of --spares and --min-nodes.")] = True,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a plot to this SVG file.")] = None,
 ) -> None:
-    """Forecast a job: time to finish, goodput, and the best choice of spares and minimum."""
+    """Forecast a job: its time to finish, its goodput, and the best --spares and --min-nodes."""
     from rich.console import Console
 
     from dlrover.cli.show.forecast_plot import draw
@@ -78,7 +92,7 @@ def simulate(
     if plot is not None:
         _probe(plot)
     console = Console()
-    with console.status(f"living through {hours:g} h with {nodes} nodes, {seeds} times"):
+    with console.status(f"simulating {hours:g} h with {nodes} nodes, {seeds} times"):
         chosen = forecast(question, num_seeds=seeds, seed=seed)
     _show(console, chosen)
     others: list[Forecast] = []
@@ -102,7 +116,9 @@ def _writing(plot: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"--plot {plot}: {error.strerror}. Name a file in a directory that exists.") from error
+        raise ConfigError(
+            f"--plot {plot} cannot be written: {error.strerror}. Name a file in a directory that exists."
+        ) from error
 
 
 def _probe(plot: Path) -> None:

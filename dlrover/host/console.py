@@ -152,7 +152,7 @@ class ConsoleHandler(logging.Handler):
         self._writer.flush(self._patience)
 
     def _describe_loss(self, num_lost: int) -> bytes:
-        text = "lines of the log dropped here because the console took no bytes for too long: %d"
+        text = "lines of the log are missing here, because the console accepted no output for too long: %d"
         return self._encode(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (num_lost,), None))
 
     def _encode(self, record: logging.LogRecord) -> bytes:

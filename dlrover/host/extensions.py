@@ -36,7 +36,7 @@ def build(name: str, *, method: str) -> Any:
     """An object of the class `module::Class`, made without arguments, that has this method. Raises UnusableExtension."""
     module, _, class_name = name.partition("::")
     if not module or not class_name:
-        raise UnusableExtension("give it as module::Class")
+        raise UnusableExtension("give the form module::Class")
     return _build(lambda: getattr(importlib.import_module(module), class_name)(), method)
 
 
@@ -55,7 +55,7 @@ def build_installed(
         try:
             extension = _build(partial(_load, point, adapt), method)
         except UnusableExtension as error:
-            log.warning("%s %s is left out: %s", what, point.name, error)
+            log.warning("The %s %s is not used: %s", what, point.name, error)
             continue
         if extension is not None:
             yield point.name, extension

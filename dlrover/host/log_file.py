@@ -29,7 +29,7 @@ def log_to_file(root: LogRoot | None) -> None:
     try:
         file = RotatingLog(root)
     except OSError as error:
-        log.warning("DLROVER_LOG_ROOT_DIR=%s: no log file there, %s", root.directory, error.strerror)
+        log.warning("No log file is written to DLROVER_LOG_ROOT_DIR=%s: %s", root.directory, error.strerror)
         return
     logger = logging.getLogger()
     for other in logger.handlers:

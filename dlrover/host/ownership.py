@@ -69,7 +69,7 @@ def make_private(path: str | os.PathLike[str]) -> None:
             if found.st_uid != os.geteuid():
                 raise NotOurs(name, f"belongs to another user (uid {found.st_uid})")
             if not stat.S_ISDIR(found.st_mode):
-                raise NotOurs(name, "is no directory but a link")
+                raise NotOurs(name, "is a link and not a directory")
             check_directory(os.path.dirname(name))
             if found.st_mode & 0o077:
                 os.chmod(name, 0o700)
@@ -102,11 +102,11 @@ def open_checked(path: str, flags: int, mode: int = 0o600) -> int:
         found = os.fstat(descriptor)
         _check_owner(path, found)
         if not stat.S_ISREG(found.st_mode):
-            raise NotOurs(path, "is no regular file")
+            raise NotOurs(path, "is not a regular file")
         if found.st_mode & _FOR_OTHERS:
             raise NotOurs(path, "is writable by every user")
         if found.st_nlink > 1:
-            raise NotOurs(path, "has another name elsewhere")
+            raise NotOurs(path, "has another hard link")
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
         os.set_blocking(descriptor, True)

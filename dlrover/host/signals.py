@@ -35,7 +35,7 @@ def send_signal(process: RunningProcess, number: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        _log.warning("pid %d belongs to the job but changed its user; it cannot be signalled.", process.pid)
+        _log.warning("pid %d belongs to the job, but it runs as another user now. It cannot be signalled.", process.pid)
         return False
     finally:
         if descriptor is not None:

@@ -61,7 +61,7 @@ def main() -> int:
         print(f"dlrover.master: {error}", file=sys.stderr)
         return EXIT_USAGE
     if config.parent_death and not follow_parent(signal.SIGTERM, config.parent_pid):
-        log.error("the process that started us has ended")
+        log.error("the process that started this master has ended")
         return EXIT_STOPPED
     open_files.raise_limit()
     gc.freeze()  # what was imported stays for good
@@ -99,7 +99,9 @@ def _configure_logging(config: MasterConfig) -> None:
             else ConsoleHandler()
         )
     except OSError as error:
-        raise ConfigError(f"log file {config.log_file}: {error.strerror}. Give a file that can be written") from error
+        raise ConfigError(
+            f"The log file {config.log_file} cannot be written: {error.strerror}. Give another file"
+        ) from error
     form = "%(asctime)s %(levelname)s %(name)s %(message)s"
     logging.basicConfig(handlers=[output], level=logging.INFO, format=form)
     log_to_file(config.log_root)

@@ -156,7 +156,7 @@ def read_token_file(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The token file {path} cannot be read: {error}.") from error
     if not token:
-        raise ConfigError(f"The token file {path} is empty. Put the token into it.")
+        raise ConfigError(f"The token file {path} is empty. Write the token into it.")
     return token
 
 

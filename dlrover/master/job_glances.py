@@ -72,5 +72,5 @@ class JobGlances:
             case _:
                 trouble = f"{type(error).__name__}: {error}"
         if trouble != self._trouble:
-            log.warning("the platform does not show how the job does reason=%s", trouble)
+            log.warning("the platform cannot show the state of the job reason=%s", trouble)
         self._trouble = trouble

@@ -194,9 +194,9 @@ class PlatformDriver:
         """When to try again; None: nothing more is to be done about it."""
 
         def tell(error: Exception) -> None:
-            reason = encodable(f"The platform broke on it ({type(error).__name__}: {error}).")
+            reason = encodable(f"The platform failed because of a bug ({type(error).__name__}: {error}).")
             if reason != lane.told:
-                log.exception("the platform broke on an intent node=%s", intent.name)
+                log.exception("the platform failed because of a bug node=%s", intent.name)
             self._tell_refusal(lane, intent, reason)
 
         refused = _Pause(at_most=self._patience.longest_pause)
@@ -206,10 +206,10 @@ class PlatformDriver:
                     await self._platform.apply(intent)
             except StaleMaster as error:
                 # The journal's fence ends this master as soon as it writes; until then it must only keep still.
-                log.warning("an intent came too late: %s", error)
+                log.warning("an order to the platform came from an old master: %s", error)
                 return None
             except Rejected as error:
-                log.error("the platform refuses an intent for good node=%s reason=%s", intent.name, error)
+                log.error("the platform rejected an order for good node=%s reason=%s", intent.name, error)
                 self._tell_refusal(lane, intent, str(error))
                 return None
             except LaunchNotTaken as error:
@@ -222,7 +222,7 @@ class PlatformDriver:
             except TimeoutError:
                 self._tell_refusal(lane, intent, f"The platform did not answer within {self._patience.call:g} s.")
                 return _Pause(at_most=self._patience.out_of_reach)
-            log.info("platform took intent=%s node=%s", type(intent).__name__, intent.name)
+            log.info("the platform accepted intent=%s node=%s", type(intent).__name__, intent.name)
             return None
         return refused
 
@@ -234,7 +234,10 @@ class PlatformDriver:
             return
         if reason != lane.told:
             log.warning(
-                "platform does not take intent=%s node=%s reason=%s", type(intent).__name__, intent.name, reason
+                "the platform does not carry out intent=%s node=%s reason=%s",
+                type(intent).__name__,
+                intent.name,
+                reason,
             )
         lane.told, lane.told_at = reason, now
         if isinstance(intent, LaunchNode):
@@ -284,7 +287,7 @@ class PlatformDriver:
                 if self._first is None or error.code != ErrorCode.FLEET_DIFFERS:
                     raise
                 # A person edited what describes the job, and another master began. New numbers of nodes come to the job as orders.
-                log.warning("the description of the job has changed; the job goes on with the fleet that it began with")
+                log.warning("The description of the job has changed. The job keeps the fleet that it started with.")
                 return
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, self._patience.longest_pause)
@@ -297,7 +300,7 @@ class PlatformDriver:
                 await self._first()
                 return
             except Unavailable as error:
-                log.warning("what stands written about the job cannot be read yet reason=%s", error)
+                log.warning("the description of the job cannot be read yet reason=%s", error)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, self._patience.out_of_reach)
 
@@ -305,9 +308,13 @@ class PlatformDriver:
         """One watch, until it breaks, something was lost, or its time is over."""
 
         def tell(error: Exception) -> None:
-            trouble = str(error) if isinstance(error, Unavailable) else f"It broke ({type(error).__name__}: {error})."
+            trouble = (
+                str(error)
+                if isinstance(error, Unavailable)
+                else f"The platform failed because of a bug ({type(error).__name__}: {error})."
+            )
             if trouble != self._trouble and not isinstance(error, Unavailable):
-                log.exception("the platform broke while it was watched")
+                log.exception("the platform failed because of a bug while it was watched")
             self._note_trouble(trouble)
 
         self._is_lost.clear()
@@ -374,7 +381,7 @@ class PlatformDriver:
                 most, reason = self._allowed, self._allowed_reason
             if most != self._told_room:
                 self._told_room = most
-                log.info("room for nodes=%s reason=%s", most, reason)
+                log.info("the platform has room for nodes=%s reason=%s", most, reason)
                 self._say(RoomSeen(most=most, reason=encodable(reason)))
             await asyncio.sleep(self._patience.room_rest)
 
@@ -383,7 +390,9 @@ class PlatformDriver:
         if not self._platform.capabilities.knows_room:
             return None, ""
         room = None
-        with logged(log, "the platform broke on a question for room"):  # an extension may raise anything
+        with logged(
+            log, "the platform failed because of a bug when asked for its room"
+        ):  # an extension may raise anything
             try:
                 async with asyncio.timeout(self._patience.call):
                     room = await self._platform.room(size)
@@ -396,9 +405,9 @@ class PlatformDriver:
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:
-            log.warning("the platform cannot be watched reason=%s", trouble)
+            log.warning("the state of the platform cannot be read reason=%s", trouble)
         elif self._trouble and not trouble:
-            log.info("the platform is watched again")
+            log.info("the state of the platform can be read again")
         self._trouble = trouble
 
     def _say(self, word: FleetWord) -> None:
@@ -407,9 +416,13 @@ class PlatformDriver:
     def _on_told(self, word: FleetWord, told: asyncio.Future[Reply]) -> None:
         error = None if told.cancelled() else told.exception()
         if isinstance(error, Rejected):
-            log.warning("the job refused command=%s reason=%s", type(word).__name__, error)
+            log.warning("the job rejected command=%s reason=%s", type(word).__name__, error)
         elif isinstance(error, Unavailable):
-            log.info("lost on the way to the job, listing again command=%s reason=%s", type(word).__name__, error)
+            log.info(
+                "a change on the platform did not reach the job; all nodes are listed again command=%s reason=%s",
+                type(word).__name__,
+                error,
+            )
             self._is_lost.set()
             if isinstance(word, RoomSeen):
                 self._told_room = -1

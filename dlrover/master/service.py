@@ -163,7 +163,7 @@ async def serve(config: MasterConfig) -> int:
     await journal_thread.close()
     if master_loop.finished.done():
         end = master_loop.finished.result()
-        log.info("job over reason=%s exit_code=%d message=%s", end.reason, end.exit_code, end.message)
+        log.info("job ended reason=%s exit_code=%d message=%s", end.reason, end.exit_code, end.message)
         return end.exit_code
     log.info("stopped signal=%s", signal.Signals(stopped.result()).name)
     return EXIT_STOPPED
@@ -174,7 +174,9 @@ def _platform(config: MasterConfig) -> Platform | None:
     if not config.platform:
         return None
     if config.fleet is None:
-        raise ConfigError(f"A master with the platform {config.platform} must know which nodes it shall have: `fleet`.")
+        raise ConfigError(
+            f"A master with the platform {config.platform} needs a description of its nodes. Set `fleet`."
+        )
     return build_platform(config.platform, job_uid=config.job_uid or config.job_name, options=config.platform_options)
 
 
@@ -308,7 +310,7 @@ async def end_job(master_loop: MasterLoop) -> None:
             log.info("the job is not stopped reason=%s", error)  # it ends already
             return
         else:
-            log.info("stop asked for: accepted")
+            log.info("the request to stop the job was accepted")
             return
 
 
@@ -318,7 +320,7 @@ def _tell_end(config: MasterConfig, master_loop: MasterLoop) -> None:
         tell_end(config, master_loop.finished.result())  # last: whoever sees it may look for the other
     except OSError as error:
         # The next master of this journal will tell it again; the agents have heard it from us.
-        log.error("end of the job not written file=%s reason=%s", config.end_file, error.strerror)
+        log.error("the end of the job could not be written file=%s reason=%s", config.end_file, error.strerror)
 
 
 def _resolve(future: asyncio.Future[int], number: int) -> None:

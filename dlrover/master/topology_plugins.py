@@ -159,7 +159,7 @@ class TopologyPlugins:
         except NoAnswer as error:
             self._warn(which, str(error))
         if calls.is_disabled:
-            log.warning("topology %s is disabled after %d timeouts in a row", which, MAX_TIMEOUTS)
+            log.warning("topology plug-in %s is disabled after %d timeouts in a row", which, MAX_TIMEOUTS)
             self._query = None if which == "querier" else self._query
             self._sort = None if which == "sorter" else self._sort
         return None
@@ -167,7 +167,12 @@ class TopologyPlugins:
     def _warn(self, which: str, why: str) -> None:
         if not self._is_warned[which]:
             self._is_warned[which] = True
-            log.warning("topology %s gives no usable answer, going on without: %s. Said once.", which, why)
+            log.warning(
+                "topology plug-in %s returned no usable answer, so nodes are ordered without it: %s. This is "
+                "logged only once.",
+                which,
+                why,
+            )
 
 
 def _method_of(name: str, method: str, what: str) -> Callable[..., Any]:
@@ -182,18 +187,18 @@ def _place(switches: Iterable[str]) -> tuple[str, ...]:
     """From the querier's inside-out to our outside-in. Raises for what is no list of names."""
     place = tuple(reversed([_name(switch) for switch in switches]))
     if len(place) > MAX_DEPTH:
-        raise ValueError(f"{len(place)} levels of switches, at most {MAX_DEPTH} are possible")
+        raise ValueError(f"a host can have at most {MAX_DEPTH} levels of switches (got {len(place)})")
     return place if any(place) else ()
 
 
 def _name(switch: object) -> str:
     if not isinstance(switch, str) or len(switch) > MAX_NAME:
-        raise ValueError(f"{switch!r:.80} is no name of a switch")
+        raise ValueError(f"{switch!r:.80} is not a name of a switch")
     return encodable(switch)
 
 
 def _ranks(answer: Any, given: Mapping[int, NodeTopologyMeta]) -> tuple[NodeRank, ...]:
     ranks = [node.node_rank if isinstance(node, NodeTopologyMeta) else node for node in answer]
     if sorted(ranks) != sorted(given):
-        raise ValueError(f"the sorter must name each of the {len(given)} node ranks once")
+        raise ValueError(f"the sorter must return each of the {len(given)} node ranks once")
     return tuple(NodeRank(rank) for rank in ranks)

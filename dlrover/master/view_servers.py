@@ -102,7 +102,12 @@ class ViewServers:
             page = PageServer(web.app(), config.tls, is_known=web.is_known)
             port = _start_anywhere(page, config.dashboard_host, config.dashboard_port)
         except OSError as error:
-            log.error("no dashboard address=%s port=%d reason=%s", config.dashboard_host, config.dashboard_port, error)
+            log.error(
+                "the dashboard could not be started address=%s port=%d reason=%s",
+                config.dashboard_host,
+                config.dashboard_port,
+                error,
+            )
             return
         self._page = page
         scheme = "http" if config.tls is None else "https"
@@ -123,7 +128,12 @@ class ViewServers:
                 tls.load_cert_chain(config.tls.cert, config.tls.key)
             port = await metrics_server.start(config.metrics_host, config.metrics_port, tls)
         except OSError as error:
-            log.error("no metrics address=%s port=%d reason=%s", config.metrics_host, config.metrics_port, error)
+            log.error(
+                "the metrics could not be served address=%s port=%d reason=%s",
+                config.metrics_host,
+                config.metrics_port,
+                error,
+            )
             return
         self._metrics_server = metrics_server
         scheme = "http" if config.tls is None else "https"
@@ -149,4 +159,7 @@ def _start_anywhere(page: PageServer, host: str, port: int) -> int:
 
 def _say_bug(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("the gatherer has stopped; the job goes on", exc_info=task.exception())
+        log.error(
+            "The page and the metrics are not updated any more because of a bug. The job continues.",
+            exc_info=task.exception(),
+        )

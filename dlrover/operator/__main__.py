@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dlrover.operator: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except LeadershipLost as error:
-        log.error("%s Another operator may act now, so this one ends.", error)
+        log.error("%s Another operator may be active now, so this one ends.", error)
         return EXIT_LOST
 
 
@@ -79,14 +79,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--leader-elect",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help=f"act only while holding the Lease {LEASE_NAME}: for several operators in one cluster",
+        help=f"act only while this operator holds the Lease {LEASE_NAME}; needed if several operators run in one "
+        "cluster",
     )
     parser.add_argument(
         "--leader-election-namespace", default="", metavar="NAME", help="namespace of that Lease (the operator's own)"
     )
     for name, default, text in (
-        ("lease-duration", USUAL_TIMING.duration, "others wait so long after the holder's last renewal"),
-        ("renew-deadline", USUAL_TIMING.renew_deadline, "the holder ends if it could not renew for so long"),
+        ("lease-duration", USUAL_TIMING.duration, "seconds that other operators wait after the holder's last renewal"),
+        (
+            "renew-deadline",
+            USUAL_TIMING.renew_deadline,
+            "seconds without a successful renewal after which the holder ends",
+        ),
         ("retry-period", USUAL_TIMING.retry, "between two tries"),
     ):
         parser.add_argument(
@@ -97,27 +102,30 @@ def build_parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=START_TIMEOUT,
         metavar="SECONDS",
-        help=f"wait so long at the start for an API server that does not answer ({START_TIMEOUT:g})",
+        help=f"seconds to wait at the start for an API server that does not answer ({START_TIMEOUT:g})",
     )
     parser.add_argument(
         "--master-image",
         default=DEFAULT_IMAGE,
         metavar="IMAGE",
-        help=f"image of masters whose job names none ({DEFAULT_IMAGE})",
+        help=f"container image of masters whose job names no image ({DEFAULT_IMAGE})",
     )
-    parser.add_argument("--namespace", default="", metavar="NAME", help="look after this namespace only (all)")
+    parser.add_argument("--namespace", default="", metavar="NAME", help="manage the jobs of this namespace only (all)")
     parser.add_argument(
         "--allow-cordon",
         action="append",
         default=[],
         metavar="NAMESPACE",
-        help="jobs of this namespace may mark machines unschedulable; give it once for each namespace",
+        help="allow jobs of this namespace to mark machines unschedulable; may be given again",
     )
     parser.add_argument(
-        "--kubeconfig", default="", metavar="FILE", help="how to reach the cluster (KUBECONFIG, or the pod's account)"
+        "--kubeconfig",
+        default="",
+        metavar="FILE",
+        help="kubeconfig file for the cluster (KUBECONFIG, or the pod's account)",
     )
     parser.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to log (info)"
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="level of the log (info)"
     )
     return parser
 
@@ -211,7 +219,7 @@ async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | 
     for kind, resource in RESOURCES.items():
         answer = await _first_page(api, access, resource, namespace, timeout)
         if kind in OPTIONAL and not isinstance(answer, Page):
-            log.info("no gangs of %s: %s", resource.group, answer.message)
+            log.info("jobs cannot use the gang scheduler %s: %s", resource.group, answer.message)
             absent.add(kind)
             continue
         if isinstance(answer, NotFound):
@@ -227,7 +235,9 @@ async def _look_around(api: ClusterApi, access: ClusterAccess, namespace: str | 
     answer = await _first_page(api, access, NODES, None, timeout)
     if not isinstance(answer, Page):
         log.warning(
-            "machines unseen: %s A master on a lost machine is replaced when its pod is deleted.", answer.message
+            "The operator cannot see the machines: %s It replaces a master on a lost machine only after its "
+            "pod is deleted.",
+            answer.message,
         )
     return _FoundCluster(isinstance(answer, Page), frozenset(absent))
 

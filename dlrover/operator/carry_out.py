@@ -141,7 +141,9 @@ class ActionCarrier:
         seen: Seen = decode(Pod, answer.body) if kind is ObjectKind.POD else decode(Stub, answer.body)
         owner = seen.metadata.controller
         if kind is ObjectKind.POD and (owner is None or owner.uid != job.metadata.uid):
-            return Denied("NameTaken", f"another pod has the name {name}; it must be gone first", SHORTLY)
+            return Denied(
+                "NameTaken", f"another pod has the name {name}. The operator waits until that pod is gone", SHORTLY
+            )
         self._view.note(kind, seen)
         return None
 
@@ -199,7 +201,7 @@ class ActionCarrier:
                 return result_of(work.pod, found)
             pod = decode(Pod, found.body)
             if pod.metadata.labels.get(names.JOB_UID) != pods.uid or is_master(pod):
-                return PlanResult(name=work.pod, reason="NotFound", message="that pod is no node of this job")
+                return PlanResult(name=work.pod, reason="NotFound", message="that pod is not a node of this job")
             answer = await self._api.delete(
                 PODS, work.pod, namespace=pods.namespace, uid=work.uid, grace=max(1, work.grace)
             )
@@ -259,10 +261,10 @@ class ActionCarrier:
         try:
             answer = await self._api.create(EVENTS, _event_body(job, action), namespace=job.metadata.namespace)
         except Unavailable as error:
-            log.warning("event lost job=%s reason=%s: %s", job.key, action.reason, error)
+            log.warning("an event could not be written job=%s reason=%s: %s", job.key, action.reason, error)
             return
         if not isinstance(answer, FoundObject | Conflict):
-            log.warning("event refused job=%s reason=%s: %s", job.key, action.reason, answer.message)
+            log.warning("an event was rejected job=%s reason=%s: %s", job.key, action.reason, answer.message)
 
     async def _apply(self, job: ElasticJob, action: ApplyStatus) -> Denied | None:
         answer = await self._api.patch(

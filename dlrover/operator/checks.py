@@ -41,8 +41,9 @@ def problem_of(job: ElasticJob, seen: JobObjects, settings: OperatorSettings) ->
     if len(name) > names.MAX_JOB_NAME:
         return Problem(
             "NameTooLong",
-            f"The name {name} has {len(name)} characters; a job's name has at most {names.MAX_JOB_NAME}, because names of "
-            "its services add up to 26 and DNS allows 63. Make the job anew with a shorter name.",
+            f"The name {name} has {len(name)} characters, and a job's name may have at most "
+            f"{names.MAX_JOB_NAME}. (Names of its services add up to 26 characters, and DNS allows 63.) Create "
+            "the job again with a shorter name.",
         )
     known = (*_TYPES, names.MASTER_TYPE)
     for type_name in job.spec.replica_specs:
@@ -84,9 +85,10 @@ def unused_fields(job: ElasticJob) -> str:
         given[f"{where}.restartTimeout"] = bool(replica.restart_timeout)
         given[f"{where}.restartPolicy"] = bool(replica.restart_policy)
     names_ = [name for name, is_given in given.items() if is_given]
-    sentences = [f"Without effect in this version: {', '.join(names_)}."] if names_ else []
+    sentences = [f"These fields have no effect in this version: {', '.join(names_)}."] if names_ else []
     sentences += [
-        f"replicaSpecs.{type_name}.restartCount {replica.restart_count} counts as {MOST_RELAUNCHES}, the greatest that a rank gets."
+        f"replicaSpecs.{type_name}.restartCount is {replica.restart_count}; {MOST_RELAUNCHES}, the largest "
+        "possible value, is used."
         for type_name, replica in spec.replica_specs.items()
         if type_name != names.MASTER_TYPE and (replica.restart_count or 0) > MOST_RELAUNCHES
     ]
@@ -148,7 +150,7 @@ def _gang_problem(job: ElasticJob, settings: OperatorSettings) -> Problem | None
         return None
     if gang not in tuple(GangScheduler):
         return Problem(
-            "InvalidGang", f"{gang} is no gang scheduler that DLRover knows. Give {' or '.join(GangScheduler)}."
+            "InvalidGang", f"{gang} is not a gang scheduler that DLRover supports. Give {' or '.join(GangScheduler)}."
         )
     if gang not in settings.gang_schedulers:
         resource = groups_of(GangScheduler(gang))
@@ -161,8 +163,8 @@ def _gang_problem(job: ElasticJob, settings: OperatorSettings) -> Problem | None
     if least > all_of_them:
         return Problem(
             "InvalidGang",
-            f"spec.gang.minMember is {least}, and the job has {all_of_them} pods, so it could never start. Lower "
-            "minMember.",
+            f"spec.gang.minMember is {least}, but the job has only {all_of_them} pods, so it can never start. "
+            "Lower minMember.",
         )
     return None
 
@@ -172,13 +174,14 @@ def _rights_problem(job: ElasticJob, seen: JobObjects, settings: OperatorSetting
     if account and account not in seen.allowed_accounts:
         return Problem(
             "ServiceAccountNotAllowed",
-            f"spec.master.serviceAccountName: the account {account} does not exist in {job.metadata.namespace}, or it has "
-            f"not the label {ALLOWED_ACCOUNT}: allowed.",
+            f"spec.master.serviceAccountName: the account {account} does not exist in {job.metadata.namespace}, "
+            f"or it lacks the label {ALLOWED_ACCOUNT}: allowed.",
         )
     if job.spec.faulty_hosts is FaultyHosts.CORDON and job.metadata.namespace not in settings.allow_cordon:
         return Problem(
             "CordonNotAllowed",
-            f"spec.faultyHosts is Cordon, and the operator's option --allow-cordon does not name {job.metadata.namespace}.",
+            "spec.faultyHosts is Cordon, but the operator was started without --allow-cordon "
+            f"{job.metadata.namespace}.",
         )
     return None
 

@@ -32,7 +32,10 @@ class OperatorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.actions = Counter(
-            "dlrover_operator_actions", "Actions by kind and result.", ("action", "result"), registry=self.registry
+            "dlrover_operator_actions",
+            "Actions of the operator, by kind and result.",
+            ("action", "result"),
+            registry=self.registry,
         )
         self.jobs = Gauge("dlrover_operator_jobs", "ElasticJobs by phase.", ("phase",), registry=self.registry)
         self.is_leader = Gauge("dlrover_operator_leader", "1 while this operator acts.", registry=self.registry)

@@ -155,7 +155,7 @@ class _JobLoop:
                 has_changed = True  # the status shall say it
             if not has_changed:
                 return wake_at
-        log.error("no rest after %d passes job=%s/%s", MAX_PASSES, *self.key)
+        log.error("the job still changes after %d passes job=%s/%s", MAX_PASSES, *self.key)
         return time.time() + RESYNC / 10
 
     async def _carry_out(self, job: ElasticJob, actions: tuple[Action, ...]) -> bool:
@@ -182,7 +182,7 @@ class _JobLoop:
         self._failed_action = action
         what = describe(action)
         if self._failure is None or (self._failure.what, self._failure.message) != (what, denied.message):
-            log.warning("failed job=%s: could not %s: %s", job.key, what, denied.message)
+            log.warning("an action failed job=%s: could not %s: %s", job.key, what, denied.message)
         self._failure = FailedAction(
             what=what, reason=denied.reason, message=denied.message, retry_at=time.time() + delay
         )

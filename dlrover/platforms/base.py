@@ -105,8 +105,8 @@ class StaleMaster(Rejected):
 
     def __init__(self, intent: Intent, newest: int) -> None:
         super().__init__(
-            f"The platform rejected {type(intent).__name__} of {intent.name}: it is of master epoch "
-            f"{intent.master_epoch}, and a newer master of epoch {newest} runs the job. Nothing was changed.",
+            f"The platform rejected {type(intent).__name__} of {intent.name}: it comes from a master of epoch "
+            f"{intent.master_epoch}, but a newer master of epoch {newest} runs the job. Nothing was changed.",
             code=ErrorCode.OLD_MASTER,
         )
 
@@ -155,12 +155,14 @@ def check_intent(intent: Intent) -> None:
     """Raises `Rejected` for what no platform could do."""
     kind = type(intent).__name__
     if intent.id < 0:
-        raise _bad(f"{kind} names the node {intent.id}: ids are 0 or more")
+        raise _bad(f"{kind} names the node {intent.id}: node ids must be 0 or more")
     if not intent.name or not intent.name.isprintable():
-        raise _bad(f"{kind} of node {intent.id} names it {intent.name!r}: give it a name that can be shown")
+        raise _bad(
+            f"{kind} of node {intent.id} gives it the name {intent.name!r}: the name must have printable characters"
+        )
     if isinstance(intent, RemoveNode):
         if not (0 <= intent.grace < math.inf):
-            raise _bad(f"{kind} of {intent.name} gives it {intent.grace} s for ending: give 0 or more")
+            raise _bad(f"{kind} of {intent.name} gives it {intent.grace} s to end: give 0 or more")
         return
     if intent.rank < 0:
         raise _bad(f"{kind} of {intent.name} gives it the rank {intent.rank}: ranks are 0 or more")

@@ -54,7 +54,7 @@ def find_platform(name: str) -> type[PlatformClass]:
     if name in others:
         return _load(name, others[name].value.replace(":", "::", 1))
     known = ", ".join(sorted({*_BUILT_IN, *others}))
-    raise ConfigError(f"There is no platform {name!r}. Known are {known}; a class of your own is named module::Class.")
+    raise ConfigError(f"There is no platform {name!r}. Known are {known}. Give a class of your own as module::Class.")
 
 
 def _load(name: str, target: str) -> type[PlatformClass]:
@@ -62,12 +62,14 @@ def _load(name: str, target: str) -> type[PlatformClass]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"The platform {name} cannot be loaded: {error}. Is its package installed?") from error
+        raise ConfigError(
+            f"The platform {name} cannot be loaded: {error}. Check that its package is installed."
+        ) from error
     except (Exception, SystemExit) as error:  # it may be the user's, and raise anything
         raise ConfigError(f"The platform {name} cannot be loaded: {type(error).__name__}: {error}.") from error
     found = getattr(module, class_name, None)
     if found is None:
         raise ConfigError(f"The platform {name}: the module {module_name} has no class {class_name!r}.")
     if not callable(getattr(found, "from_options", None)):
-        raise ConfigError(f"The platform {name}: {class_name} has no `from_options`, so it cannot be built by name.")
+        raise ConfigError(f"The platform {name} cannot be built by name, because {class_name} has no `from_options`.")
     return found  # type: ignore[no-any-return]

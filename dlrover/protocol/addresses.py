@@ -49,10 +49,10 @@ def parse_address(text: str, *, default_port: int | None = None, shown: str = ""
         raise ConfigError(f"{shown}: give HOST:PORT, with an IPv6 host in brackets like [::1]:29500.")
     if not port_text:
         if default_port is None:
-            raise ConfigError(f"{shown}: it names no port. Give HOST:PORT, for example {Address(host, 29500)}.")
+            raise ConfigError(f"{shown}: the port is missing. Give HOST:PORT, for example {Address(host, 29500)}.")
         return Address(host, default_port)
     if not (port_text.isascii() and port_text.isdigit() and int(port_text) <= 65535):
-        raise ConfigError(f"{shown}: {port_text!r} is no port. Give a number from 0 to 65535.")
+        raise ConfigError(f"{shown}: {port_text!r} is not a port. Give a number from 0 to 65535.")
     return Address(host, int(port_text))
 
 

@@ -79,7 +79,7 @@ class Codec(Generic[T]):
     def decode(self, data: bytes) -> T:
         if self._max_bytes is not None and len(data) > self._max_bytes:
             raise Rejected(
-                f"{self._name} of {len(data)} bytes: the limit is {self._max_bytes}", code=ErrorCode.TOO_LARGE
+                f"{self._name} has {len(data)} bytes; the limit is {self._max_bytes}", code=ErrorCode.TOO_LARGE
             )
         try:
             return self._decoder.decode(data)
@@ -131,9 +131,11 @@ def check_size(parcel: FromAgent) -> None:
     try:
         size_bytes = len(_ENCODER.encode([parcel]))
     except UNENCODABLE as error:
-        raise Rejected(f"message that cannot be encoded: {error}", code=ErrorCode.MALFORMED) from error
+        raise Rejected(f"the message cannot be encoded: {error}", code=ErrorCode.MALFORMED) from error
     if size_bytes > MAX_MESSAGE_BYTES:
-        raise Rejected(f"message of {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}", code=ErrorCode.TOO_LARGE)
+        raise Rejected(
+            f"the message has {size_bytes} bytes; the limit is {MAX_MESSAGE_BYTES}", code=ErrorCode.TOO_LARGE
+        )
 
 
 def _fitting(answer: Answer, size_bytes: int) -> Answer | Refusal:
@@ -143,7 +145,7 @@ def _fitting(answer: Answer, size_bytes: int) -> Answer | Refusal:
         if len(_ENCODER.encode([fitting])) <= MAX_MESSAGE_BYTES:
             return fitting
     kind = type(answer.body).__name__
-    text = f"the answer ({kind}) has {size_bytes} bytes: the limit is {MAX_MESSAGE_BYTES}. Ask for less at once"
+    text = f"the answer ({kind}) has {size_bytes} bytes; the limit is {MAX_MESSAGE_BYTES}. Ask for less at once"
     return Refusal(id=answer.id, code=ErrorCode.TOO_LARGE, message=text)
 
 

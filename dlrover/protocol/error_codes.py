@@ -28,22 +28,22 @@ class ErrorCode(StrEnum):
 
     REJECTED = (
         "rejected",
-        "The receiver refused the request for the reason in the message.",
-        "Read the message. The same request is refused again.",
+        "The receiver rejected the request for the reason in the message.",
+        "Read the message. The receiver will reject the same request again.",
     )
     UNAVAILABLE = (
         "unavailable",
         "The receiver cannot answer now. It is not known whether the request took effect.",
-        "Nothing: the sender tries again. If it goes on, look whether the master runs and its address is right.",
+        "Nothing: the sender tries again. If it persists, check that the master runs and that its address is right.",
     )
     INTERNAL = (
         "internal",
-        "The receiver failed on this request by an error of its own, or of its machine. Nothing changed.",
+        "The receiver failed on this request because of a bug or a fault of its machine. Nothing changed.",
         "Read the receiver's log. If it shows a traceback of DLRover, report it as a bug.",
     )
     MALFORMED = (
         "malformed",
-        "The bytes are no message, or a field breaks its rules. The text names the field and the value.",
+        "The bytes are not a message, or a field breaks its rules. The text names the field and the value.",
         "Correct the named value. If you gave none, sender and receiver may be of different versions.",
     )
     UNKNOWN = (
@@ -58,7 +58,7 @@ class ErrorCode(StrEnum):
     )
     TOO_MANY_WAITING = (
         "too-many-waiting",
-        "More questions wait for an answer than the master or the agent keeps.",
+        "More requests wait for an answer than the master or the agent keeps.",
         "Use fewer threads that wait, or shorter waits.",
     )
     BAD_TOKEN = (
@@ -78,7 +78,7 @@ class ErrorCode(StrEnum):
     )
     BLOCKED = (
         "blocked",
-        "The master decides nothing because it cannot write its journal, or a node blocks the rendezvous.",
+        "The master makes no decisions, because it cannot write its journal or because a node blocks the rendezvous.",
         "Free space for the journal, or wait for the end of the block. The message says which.",
     )
 
@@ -86,7 +86,7 @@ class ErrorCode(StrEnum):
 
     ATTACHED = (
         "attached",
-        "The stream belongs to a node already.",
+        "Another node uses the stream already.",
         "Open another stream for another node.",
     )
     NOT_ATTACHED = (
@@ -101,17 +101,17 @@ class ErrorCode(StrEnum):
     )
     STALE_INCARNATION = (
         "stale-incarnation",
-        "This incarnation of the node is over: the master gave it up, replaced it, or it left.",
+        "This incarnation of the node has ended: the master considered it lost, replaced it, or it left.",
         "Nothing: the agent attaches again as a new incarnation.",
     )
     TOO_OLD = (
         "too-old",
         "The command is older than the answers that the master keeps for its sender.",
-        "Nothing: the agent knows that the master has moved on.",
+        "Nothing: the agent continues with the master's present state.",
     )
     RANK_HELD = (
         "rank-held",
-        "Two living nodes want the same node rank, and no greater `NODE_ID` decides between them.",
+        "Two running nodes want the same node rank, and no greater `NODE_ID` decides between them.",
         "Give each node a `--node-rank` of its own, or none.",
     )
     TERMS_DIFFER = (
@@ -121,7 +121,7 @@ class ErrorCode(StrEnum):
     )
     NODE_RELEASED = (
         "node-released",
-        "The platform replaced this node or let it go.",
+        "The platform replaced or removed this node.",
         "Nothing: the agent on it exits.",
     )
     NODE_TYPE = (
@@ -159,7 +159,7 @@ class ErrorCode(StrEnum):
     )
     UNKNOWN_ROUND = (
         "unknown-round",
-        "The round has not been yet. A master that lost its journal may know fewer rounds than its agents.",
+        "The round has not taken place yet. A master that lost its journal may know fewer rounds than its agents.",
         "Nothing: the agent joins the next round.",
     )
     STALE_ROUND = (
@@ -184,7 +184,7 @@ class ErrorCode(StrEnum):
     )
     NOT_BEGUN = (
         "not-begun",
-        "No node has attached yet, and the first node brings the limits of the job.",
+        "No node has connected yet, and the first node sets the limits of the job.",
         "Start the first node, then try again.",
     )
     BAD_LIMITS = (
@@ -217,7 +217,7 @@ class ErrorCode(StrEnum):
     )
     TOO_LATE = (
         "too-late",
-        "The report came after the decision that it was meant for.",
+        "The report arrived after the decision that it was meant for.",
         "Nothing: the decision stands.",
     )
 
@@ -250,13 +250,13 @@ class ErrorCode(StrEnum):
     )
     KV_BUSY = (
         "kv-busy",
-        "Too many bytes of answers are under way to this node. Nothing changed.",
-        "Nothing: the client tries again. Pop fewer large values at once if it goes on.",
+        "Too many bytes of answers are on their way to this node. Nothing changed.",
+        "Nothing: the client tries again. If it persists, pop fewer large values at once.",
     )
     SYNC_FULL = (
         "sync-full",
         "The job uses as many names of sync points and barriers as the master keeps.",
-        "Use names again instead of making new ones.",
+        "Reuse names instead of making new ones.",
     )
     WORLD_UNKNOWN = (
         "world-unknown",
@@ -294,7 +294,7 @@ class ErrorCode(StrEnum):
     RESTORE_DIFFERS = (
         "restore-differs",
         "The ranks of one round restored different steps.",
-        "Look which checkpoint each rank found. All of them must read the same storage.",
+        "Check which checkpoint each rank found. All ranks must read the same storage.",
     )
 
     # Checkpoints.
@@ -306,12 +306,12 @@ class ErrorCode(StrEnum):
     )
     ATTEMPT_OVER = (
         "attempt-over",
-        "The save was given up before this report came.",
+        "The save was given up before this report arrived.",
         "Nothing: the next save is tried as usual. The master's events say why this save ended.",
     )
     ATTEMPT_COMMITTED = (
         "attempt-committed",
-        "The save was committed before this report came.",
+        "The save was committed before this report arrived.",
         "Nothing.",
     )
     NOT_COMPLETE = (
@@ -369,12 +369,12 @@ class ErrorCode(StrEnum):
     )
     SUPERSEDED = (
         "superseded",
-        "The group of peers went on to a newer save.",
+        "The group of nodes already protects a newer save.",
         "Nothing: the newer save is protected instead.",
     )
     CORRUPT = (
         "corrupt",
-        "Bytes arrived with another checksum than they were sent with.",
+        "Bytes arrived with a different checksum.",
         "Nothing once: the agent sends or asks again. If it repeats, test the network and the memory of both machines.",
     )
 
@@ -382,12 +382,12 @@ class ErrorCode(StrEnum):
 
     NO_PLATFORM = (
         "no-platform",
-        "No platform starts the nodes of this job, so the master can start, end or exchange none.",
+        "No platform starts the nodes of this job, so the master cannot start, end or replace nodes.",
         "Start the job with `dlrover local` or `dlrover master --fleet FILE`, or start and stop nodes by hand.",
     )
     UNKNOWN_NODE = (
         "unknown-node",
-        "The job or the platform has no such node, or not any more.",
+        "The job or the platform has no such node, or no longer has it.",
         "See `dlrover status` for the nodes of the job.",
     )
     BAD_FLEET = (
@@ -407,8 +407,8 @@ class ErrorCode(StrEnum):
     )
     BAD_MIGRATION = (
         "bad-migration",
-        "The node cannot be exchanged now or in this way. The message says why.",
-        "Choose another node or other resources, or wait until the exchange under way is over.",
+        "The node cannot be replaced now or in this way. The message says why.",
+        "Choose another node or other resources, or wait until the present replacement is complete.",
     )
     BAD_RESTART = (
         "bad-restart",
@@ -432,7 +432,7 @@ class ErrorCode(StrEnum):
     )
     OLD_MASTER = (
         "old-master",
-        "A master that another one has followed sent an order to the platform.",
+        "A master that was replaced by a newer one sent an order to the platform.",
         "Stop the older master. The platform changed nothing.",
     )
 
@@ -466,7 +466,7 @@ class ErrorCode(StrEnum):
     TIMEOUT = (
         "timeout",
         "The API server of the cluster did not answer in time.",
-        "Nothing: the request is sent again. If it goes on, look at the load of the server.",
+        "Nothing: the request is sent again. If it persists, check the load of the server.",
     )
     BAD_CERTIFICATE = (
         "bad-certificate",
@@ -480,7 +480,7 @@ class ErrorCode(StrEnum):
     )
     NO_JSON = (
         "no-json",
-        "The server at this address answered, but not as an API server does.",
+        "The server at this address answered, but it is not an API server.",
         "Check the address, and any proxy before the API server.",
     )
     NO_CLUSTER_TOKEN = (

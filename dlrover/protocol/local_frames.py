@@ -56,7 +56,9 @@ class FrameBuffer:
 
 def check_length(length: int) -> None:
     if length > MAX_MESSAGE_BYTES:
-        raise Rejected(f"A frame announces {length} bytes, the limit is {MAX_MESSAGE_BYTES}.", ErrorCode.TOO_LARGE)
+        raise Rejected(
+            f"A message of {length} bytes is longer than the limit of {MAX_MESSAGE_BYTES}.", ErrorCode.TOO_LARGE
+        )
 
 
 def send_some(sock: socket.socket, data: bytes | memoryview, descriptors: Sequence[int] = ()) -> int:
@@ -87,7 +89,7 @@ def receive_frame(sock: socket.socket) -> tuple[bytes, list[int]] | None:
         check_length(length)
         payload = _receive_exactly(sock, length, descriptors)
         if payload is None:
-            raise ConnectionResetError("the peer hung up in the middle of a frame")
+            raise ConnectionResetError("the other side closed the connection in the middle of a message")
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -104,7 +106,7 @@ def _receive_exactly(sock: socket.socket, size: int, descriptors: list[int]) -> 
             descriptors.append(descriptor)
         if not piece:
             if data:
-                raise ConnectionResetError("the peer hung up in the middle of a frame")
+                raise ConnectionResetError("the other side closed the connection in the middle of a message")
             return None
         data += piece
     return bytes(data)

@@ -66,8 +66,8 @@ def _refuse_if_missing(module: str, name: str) -> None:
     missing = MISSING.get(module, {}).get(name)
     if missing is not None:
         raise ImportError(
-            f"{module}.{name} is not available in this version of DLRover: it belongs to {missing}. "
-            "Leave out what uses it, or run this script with the original.",
+            f"{module}.{name} is not available in this version of DLRover: it belongs to {missing}. Leave out "
+            "the code that uses it, or run this script with the original DLRover.",
             name=module,
         )
 

@@ -81,13 +81,13 @@ def read_head(image: memoryview, shard: int, attempt: str) -> tuple[int, Geometr
     length = int.from_bytes(image[:4], "little")
     body = image[8 : 8 + length]
     if length > _MAX_HEAD_BYTES or zlib.crc32(body) != int.from_bytes(image[4:8], "little"):
-        raise Corrupt(f"The head of the image of shard {shard} is damaged.")
+        raise Corrupt(f"The image of shard {shard} is damaged: its head fails its checksum.")
     try:
         head = _DECODER.decode(body)
     except msgspec.MsgspecError as error:
-        raise Corrupt(f"The head of the image of shard {shard} cannot be read: {error}") from error
+        raise Corrupt(f"The image of shard {shard} is damaged: its head cannot be read: {error}") from error
     if (head.shard, head.attempt) != (shard, attempt):
-        raise Corrupt(f"The image of shard {shard} says that it is of shard {head.shard}.")
+        raise Corrupt(f"The image of shard {shard} is damaged: its head names shard {head.shard}.")
     geometry = Geometry(num_slots=head.num_slots, meta_bytes=head.meta_bytes, data_bytes=head.data_bytes)
     record, sums = read_transfer(head.record, head.sums, geometry)
     return 8 + length, geometry, record, sums

@@ -113,8 +113,8 @@ class AgentLink:
             except _LostError as lost:
                 if lost.may_have_arrived and not isinstance(request, Query):
                     raise Unavailable(
-                        f"The connection to the agent broke before {type(request).__name__} was answered; it may have "
-                        "been applied."
+                        f"The connection to the agent broke before the answer to {type(request).__name__} "
+                        "arrived. The agent may have carried out the request."
                     ) from lost
                 pause = random.uniform(0, envelope)
                 if time.monotonic() + pause >= end_at:
@@ -165,7 +165,7 @@ class AgentLink:
                 if (answer := connection.pending[number]) is not None:
                     return answer
                 if connection.is_lost:
-                    raise _LostError("the agent hung up", may_have_arrived=True)
+                    raise _LostError("the agent closed the connection", may_have_arrived=True)
                 left = end_at - time.monotonic()
                 if left <= 0:
                     raise Unavailable("The agent did not answer in time.")
@@ -245,7 +245,7 @@ class _Connection:
             return []
         data = self.socket.recv(_CHUNK_BYTES)
         if not data:
-            raise ConnectionResetError("the agent hung up")
+            raise ConnectionResetError("the agent closed the connection")
         return [_DECODER.decode(frame) for frame in self._frames.feed(data)]
 
 

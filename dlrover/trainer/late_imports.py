@@ -77,7 +77,7 @@ class _Loader(importlib.abc.Loader):
 
 def _call(callback: Callback, module: ModuleType) -> None:
     def warn(error: Exception) -> None:
-        text = f"dlrover cannot follow what {module.__name__} does ({type(error).__name__}: {error}); training goes on."
+        text = f"dlrover cannot observe {module.__name__} ({type(error).__name__}: {error}). Training continues."
         warnings.warn(text, RuntimeWarning, stacklevel=4)  # of who calls `_call`
 
     with contained(warn):  # the program of the user

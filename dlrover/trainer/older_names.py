@@ -24,7 +24,7 @@ def older_names(**names: str) -> Callable[[Callable[_Arguments, _Result]], Calla
             for older in names.keys() & kwargs.keys():
                 if names[older] in kwargs:
                     raise TypeError(
-                        f"{function.__qualname__}: {older} is the older name of {names[older]}. Give one of them."
+                        f"{function.__qualname__}: {older} is the older name of {names[older]}. Give only one of them."
                     )
                 kwargs[names[older]] = kwargs.pop(older)
             return function(*args, **kwargs)

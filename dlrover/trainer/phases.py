@@ -80,7 +80,7 @@ class PhaseWriter:
             os.close(descriptor)
         self.words = memoryview(self._memory).cast("q")
         if self.words[layout.MAGIC_AT] != layout.MAGIC:
-            raise ValueError(f"{path} is no progress page of this version")
+            raise ValueError(f"{path} is not a progress page of this version of dlrover")
         self._doubles = memoryview(self._memory).cast("d")
         self._texts = _Texts(self._memory)
         self.main_thread = threading.get_ident()

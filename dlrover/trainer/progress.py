@@ -129,7 +129,8 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
             numbers[name] = value if type(value) is float else float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             warnings.warn(
-                f"dlrover.trainer.report: {name}={value!r:.80} is no number ({error}); give a number, or a tensor of one element.",
+                f"dlrover.trainer.report: {name}={value!r:.80} is not a number ({error}). Give a number, or a "
+                "tensor of one element.",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -79,7 +79,7 @@ class Task(Struct, frozen=True):
 def storage_named(name: str) -> StorageKind:
     if name not in _STORAGES:
         raise ConfigError(
-            f"storage_type {name!r} is not known; it is one of {', '.join(repr(known) for known in _STORAGES)}."
+            f"storage_type {name!r} is unknown. Give one of {', '.join(repr(known) for known in _STORAGES)}."
         )
     return _STORAGES[name]
 

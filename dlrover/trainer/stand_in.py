@@ -64,7 +64,8 @@ class StandIn:
             if isinstance(request, WorkerNews | WorkerOrder):
                 name = type(request).__name__
                 raise Rejected(
-                    f"No job runs here, so {name} has no effect. Start the script with `dlrover-run`.", ErrorCode.NO_JOB
+                    f"{name} has no effect, because this script runs outside a job. Start it with `dlrover-run`.",
+                    ErrorCode.NO_JOB,
                 )
             if isinstance(request, KvCommand | JoinSync | NotifyBarrier):
                 reply = self._apply(request)
@@ -101,7 +102,7 @@ class StandIn:
             case KvQuery():
                 return self._kv.answer(query)
             case _:
-                raise AssertionError(f"{type(query).__name__} is no question")
+                raise AssertionError(f"{type(query).__name__} is not a question")
 
 
 class _LonelyJob:

@@ -46,7 +46,7 @@ class SyncClient:
         try:
             reply = self._join(name)
         except (Rejected, Unavailable) as error:
-            _log.warning("joining sync point %r failed: %s", name, error)
+            _log.warning("could not join sync point %r: %s", name, error)
             return False
         assert isinstance(reply, SyncJoined), f"{reply} for a join"
         self._generations[name] = reply.generation
@@ -62,7 +62,7 @@ class SyncClient:
                 left = end_at - time.monotonic()
                 if error.code != ErrorCode.WORLD_UNKNOWN or left <= 0:
                     raise
-                _log.info("joining sync point %r goes on: %s", name, error)
+                _log.info("still trying to join sync point %r: %s", name, error)
                 pause_before_retry(left)
 
     def wait_sync_finished(self, name: str, timeout: float = 0) -> bool:
@@ -87,7 +87,7 @@ class SyncClient:
         try:
             self._link.ask(NotifyBarrier(name=name, round=self._round), timeout=self._patience)
         except (Rejected, Unavailable) as error:
-            _log.warning("opening barrier %r failed: %s", name, error)
+            _log.warning("could not open barrier %r: %s", name, error)
             return False
         return True
 
@@ -101,7 +101,7 @@ class SyncClient:
                 _log.warning("waiting failed: %s", error)
                 return False
             except Unavailable as error:
-                _log.info("waiting goes on: %s", error)
+                _log.info("still waiting: %s", error)
                 pause_before_retry(end_at - time.monotonic())
             else:
                 assert isinstance(reply, SyncState), f"{reply} for a wait"
@@ -120,6 +120,6 @@ def barrier(name: str = "barrier", timeout: float = 0) -> None:
     client = SyncClient()
     if not client.join_sync(name) or not client.wait_sync_finished(name, timeout):
         raise TimeoutError(
-            f"barrier {name!r}: not all workers came"
-            + (f" within {timeout:g} s." if timeout else ", or they have gone on without this one.")
+            f"barrier {name!r}: not all workers arrived in time"
+            + (f" within {timeout:g} s." if timeout else ", or they have continued without this worker.")
         )

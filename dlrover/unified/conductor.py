@@ -154,7 +154,7 @@ class Conductor:
         try:
             outcome = ensemble.decide(command, self._now())
         except Rejected as error:
-            log.info("not taken command=%s reason=%s", type(command).__name__, error)
+            log.info("a command was rejected command=%s reason=%s", type(command).__name__, error)
             return False
         for verdict in outcome.verdicts:
             log.info("%s", verdict)

@@ -71,8 +71,8 @@ def check_entry(entry: EntryPoint, role: str, *, working_dir: str = "") -> None:
     source = _find_source(entry.module, [working_dir or os.getcwd(), *sys.path])
     if source is None:
         raise ConfigError(
-            f"Role {role}: the module {entry.module} of entry point {entry.text} cannot be found here. Check its name, or give the directory "
-            "with your code as working_dir."
+            f"Role {role}: the module {entry.module} of the entry point {entry.text} cannot be found here. "
+            "Check its name, or give the directory with your code as working_dir."
         )
     if source and not _defines(source, entry.attribute):
         raise ConfigError(

@@ -59,7 +59,8 @@ def lay_out(
     for role in roles:
         if role.per_group < 1 or role.count % role.per_group:
             raise ConfigError(
-                f"Role {role.name}: {role.count} instances cannot be divided into groups of {role.per_group}. Make the count a multiple."
+                f"Role {role.name}: {role.count} instances cannot be divided into groups of {role.per_group}. "
+                f"Make the count a multiple of {role.per_group}."
             )
     groups = [list(names) for names in together]
     _check_together(groups, known)
@@ -98,19 +99,20 @@ def check_room(layout: BundleLayout, machines: Sequence[Mapping[str, float]]) ->
             continue
         most = {name: max((machine.get(name, 0.0) for machine in machines), default=0.0) for name in bundle}
         raise ConfigError(
-            f"No machine of this cluster is large enough for {members}: it asks for {say(bundle)}, and the most that a machine has is "
-            f"{say(most) or 'nothing'}. Ask for less, or do not put these roles together."
+            f"No machine of this cluster is large enough for {members}: it asks for {say(bundle)}, and the most "
+            f"that a machine has is {say(most) or 'nothing'}. Ask for less, or place these roles separately."
         )
     if layout.spread is Spread.STRICT_SPREAD and len(layout.bundles) > len(machines):
         raise ConfigError(
-            f"STRICT_SPREAD needs a machine for each of {len(layout.bundles)} bundles, and this cluster has {len(machines)}."
+            f"STRICT_SPREAD needs one machine for each of {len(layout.bundles)} groups of instances, but this "
+            f"cluster has only {len(machines)}."
         )
     for name in sorted({name for bundle in layout.bundles for name in bundle}):
         asked = sum(bundle.get(name, 0.0) for bundle in layout.bundles)
         there = sum(machine.get(name, 0.0) for machine in machines)
         if asked > there + 1e-6:
             raise ConfigError(
-                f"The job asks for {say({name: asked})} in all, and this cluster has {say({name: there})}."
+                f"The job asks for {say({name: asked})} in all, but this cluster has only {say({name: there})}."
             )
 
 
@@ -127,15 +129,15 @@ def _check_together(groups: Sequence[Sequence[str]], known: Mapping[str, RoleSiz
         for name in names:
             if name not in known:
                 raise ConfigError(
-                    f"together names the role {name}, which is not defined. Roles are {', '.join(known)}."
+                    f"`together` names the role {name}, which is not defined. Roles are {', '.join(known)}."
                 )
             if name in seen:
-                raise ConfigError(f"Role {name} is together with others twice. Name it once.")
+                raise ConfigError(f"`together` names the role {name} twice. Name it once.")
             seen.add(name)
         sizes = {name: known[name].num_groups for name in names}
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"{name} has {number}" for name, number in sizes.items())
-            raise ConfigError(f"Roles that are together need equally many groups: {shown}.")
+            raise ConfigError(f"Roles in one `together` need the same number of groups: {shown}.")
 
 
 def _shown(role: RoleSize, place: int) -> str:

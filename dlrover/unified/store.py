@@ -68,7 +68,7 @@ class EnsembleJournal:
         for number in range(len(self._store.keys(f"{self._prefix}epoch/")) + 1, MAX_CONDUCTORS):
             if self._store.put(f"{self._prefix}epoch/{number}", b"1", overwrite=False):
                 return number
-        raise AssertionError(f"{MAX_CONDUCTORS} conductors of one job")
+        raise AssertionError(f"the job has had {MAX_CONDUCTORS} conductors, which is the limit")
 
     def load(self) -> EnsembleMachine:
         """Raises `JournalCorrupt`."""

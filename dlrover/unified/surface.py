@@ -317,7 +317,9 @@ def _housed(role: Role) -> Role:
         return role
     if role.kind is not RoleKind.ELASTIC:
         switch = "forked" if role.home is RankHome.FORKED else "in_actor"
-        raise ConfigError(f"Role {role.name}: {switch}() is for roles of Role.elastic, and this is a {role.kind} role.")
+        raise ConfigError(
+            f"Role {role.name}: {switch}() applies only to roles of Role.elastic, but this is a {role.kind} role."
+        )
     if role.home is RankHome.FORKED:
         return role
     _check_in_actor(role)
@@ -338,30 +340,36 @@ def _check_in_actor(role: Role) -> None:
     if role.nproc < 1:
         raise ConfigError(f"{prefix}: nproc must be at least 1 (got {role.nproc}).")
     if read_entry(role.entry).kind is EntryPointKind.COMMAND:
-        raise ConfigError(f"{prefix}: a script cannot run there. Give a class or function, or leave out in_actor().")
+        raise ConfigError(f"{prefix}: actors cannot run a script. Give a class or function, or leave out in_actor().")
     if role.count != role.max_nodes:
         raise ConfigError(
             f"{prefix}: the number of nodes cannot change. Give one number (got {role.count} to {role.max_nodes}), or leave out in_actor()."
         )
     if role.standby:
-        raise ConfigError(f"{prefix}: standby nodes need an agent (got {role.standby}). Leave out standby.")
+        raise ConfigError(
+            f"{prefix}: roles in actors have no agents, so they cannot have standby nodes (got {role.standby}). "
+            "Leave out standby."
+        )
     if role.options:
         raise ConfigError(
             f"{prefix}: options of dlrover-run have no effect (got {' '.join(role.options)}). Leave out options."
         )
     if role.on_failure is OnFailure.INSTANCE:
         raise ConfigError(
-            f"{prefix}: its ranks train together, so they restart together. Give on_failure role, job or stop (got instance)."
+            f"{prefix}: its ranks train together, so they must restart together. Give on_failure role, job or "
+            "stop (got instance)."
         )
     on_node = role.demand.get(GPU, 0.0)
     gpus = on_node / role.nproc
     if 0 < gpus < 1 and math.floor(1 / gpus) * on_node < role.nproc:
         raise ConfigError(
-            f"{prefix}: {role.nproc} ranks do not fit into {on_node:g} GPUs of a node. Ray gives a rank a part of one GPU only."
+            f"{prefix}: {role.nproc} ranks do not fit on {on_node:g} GPUs of a node, because Ray gives a rank a "
+            "share of one GPU only."
         )
     if gpus > 1 and not gpus.is_integer():
         raise ConfigError(
-            f"{prefix}: {role.nproc} ranks of a node get {gpus:g} GPUs each. Above 1, Ray takes whole numbers only."
+            f"{prefix}: each of the {role.nproc} ranks of a node gets {gpus:g} GPUs. Above 1, Ray accepts only "
+            "whole numbers."
         )
 
 

@@ -27,7 +27,7 @@ def test_a_fleet_may_call_its_chief_as_tensorflow_once_did() -> None:
 
 
 def test_one_chief_under_two_names_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="another name for chief"):
+    with pytest.raises(ConfigError, match="two names of one type"):
         read_fleet(b'{"replicas": {"master": {"count": 1}, "chief": {"count": 1}}}')
 
 

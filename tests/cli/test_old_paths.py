@@ -48,7 +48,7 @@ def test_an_old_path_gives_what_lives_elsewhere_now(module: str, name: str) -> N
 @pytest.mark.parametrize(("module", "names"), FLASH_NAMES.items())
 def test_a_front_end_has_the_names_that_scripts_import(module: str, names: str) -> None:
     if module == "hf_trainer":
-        pytest.importorskip("transformers", reason="the extra `frameworks`")
+        pytest.importorskip("transformers", reason="dlrover[frameworks]")
     found = importlib.import_module(FLASH + module)
     assert [name for name in names.split() if not hasattr(found, name)] == []
 
@@ -94,7 +94,7 @@ OLD_MASTER = (sys.executable, "-m", "dlrover.python.master.main", "--job_name", 
     [
         ([], "no-such-kubeconfig"),
         (["--platform", "ray", "--namespace", "n"], "--platform ray needs --job-spec FILE"),
-        (["--fleet", "f"], "--fleet does not go with --platform pyk8s"),
+        (["--fleet", "f"], "--fleet has no effect with --platform pyk8s"),
     ],
 )
 def test_the_old_master_module_looks_for_a_cluster_unless_told_otherwise(
@@ -117,7 +117,7 @@ def test_the_old_master_module_goes_on_with_options_that_it_does_not_know(short_
             master,
             "Unknown options are ignored: --no_such 3",
             "--namespace n has no effect: --platform local has no namespaces",
-            "--relaunch-error true has no effect: this master starts no nodes",
+            "--relaunch-error true has no effect, because this master starts no nodes",
             "`dlrover dashboard by-its-old-name` prints a link",  # --service_type=http: the page's port is open
             "--dynamic_failover_extension mine::Failover is ignored",
             f"job by-its-old-name at 127.0.0.1:{reserved_port}",
@@ -134,13 +134,16 @@ def test_the_new_master_command_refuses_what_it_does_not_know(short_dir: Path) -
     for words, complaint in (
         (["--no-such", "3"], "--no-such 3"),
         (["--", "train.py"], "unrecognized arguments: train.py"),
-        (["--job-spec", "job.json"], "--job-spec job.json goes with --platform ray only."),
+        (["--job-spec", "job.json"], "--job-spec job.json needs --platform ray."),
         (["--namespace", "n"], "--namespace n has no effect: --platform local has no namespaces. Leave it out."),
-        (["--training-elastic-mode", "ucp"], "--training-elastic-mode ucp has no effect: the mode of DeepSpeed"),
-        (["--xpu-type", "abacus"], "--xpu-type abacus has no effect: accelerators are known by"),
-        (["--platform", "pyk8s", "--group-affinity", "{0: 0}"], "each has at least 1 worker"),
+        (
+            ["--training-elastic-mode", "ucp"],
+            "--training-elastic-mode ucp has no effect: this version does not support the mode of DeepSpeed",
+        ),
+        (["--xpu-type", "abacus"], "--xpu-type abacus has no effect: the resource names"),
+        (["--platform", "pyk8s", "--group-affinity", "{0: 0}"], "each group needs at least 1 worker"),
         (["--platform", "pyk8s", "--group-affinity", "half"], "give a map of groups to workers"),
-        (["--platform", "volcano"], "named by `spec.gang` of the job"),
+        (["--platform", "volcano"], "Name it in `spec.gang` of the job"),
         (["--plat", "local"], "--plat"),
     ):
         environ = {**os.environ, "TMPDIR": str(short_dir)}

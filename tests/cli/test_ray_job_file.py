@@ -120,7 +120,9 @@ def test_workers_that_shall_keep_their_number_are_not_scaled(read):
 
 def test_fields_without_effect_are_named(read):
     run = read({"enableDynamicSharding": False}, {"restartTimeout": 60})
-    assert run.notes == ("Without effect on Ray: spec.enableDynamicSharding, spec.replicaSpecs.worker.restartTimeout.",)
+    assert run.notes == (
+        "These fields have no effect on Ray: spec.enableDynamicSharding, spec.replicaSpecs.worker.restartTimeout.",
+    )
 
 
 def test_another_state_backend_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -144,9 +146,12 @@ def test_options_of_the_master_without_effect_are_named():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("spec: {replicaSpecs: {server: {replicas: 1}, worker: {replicas: 1}}}", "there is no such type. Known are"),
+        (
+            "spec: {replicaSpecs: {server: {replicas: 1}, worker: {replicas: 1}}}",
+            "is not a type of node. The types are",
+        ),
         ("spec: {replicaSpecs: {ps: {replicas: 1}}}", "replicaSpecs.worker is missing"),
-        ("spec: {replicaSpecs: {chief: {}, master: {}, worker: {}}}", "are the same type"),
+        ("spec: {replicaSpecs: {chief: {}, master: {}, worker: {}}}", "name the same type"),
         ("spec: {replicaSpecs: {chief: {}, worker: {command: a.py}}}", "belong to a job with parameter servers"),
         (
             "spec: {distributionStrategy: ParameterServerStrategy, replicaSpecs: {worker: {command: a.py}}}",
@@ -160,14 +165,14 @@ def test_options_of_the_master_without_effect_are_named():
             "spec: {replicaSpecs: {ps: {command: a.py}, worker: {command: b.py}}}",
             "worker and ps have different commands",
         ),
-        ("spec: {replicaSpecs: {}}", "names no nodes"),
+        ("spec: {replicaSpecs: {}}", "lists no nodes"),
         ("kind: ElasticJob", "no `spec`"),
         ("spec: {replicaSpecs: {worker: {replicas: many}}}", "must be a whole number"),
         ("spec: {replicaSpecs: {worker: {replicas: 1, colour: red}}}", "colour is unknown"),
         ("spec: {replicaSpecs: {worker: {replicas: 1, autoScale: 3, command: python}}}", "must be true or false"),
         ("spec: {optimizeMode: fast, replicaSpecs: {worker: {replicas: 1}}}", "must be one of manual"),
         ("spec: {resourceLimits: 3, replicaSpecs: {worker: {replicas: 1}}}", "resourceLimits must be a map"),
-        ("spec: {replicaSpecs: {worker: {replicas: 1}}}", "nothing says what the workers run"),
+        ("spec: {replicaSpecs: {worker: {replicas: 1}}}", "does not say which command the workers run"),
     ],
 )
 def test_a_job_file_that_makes_no_sense(tmp_path: Path, text: str, sentence: str):

@@ -145,7 +145,7 @@ class TestTasks:
         register(either, name)
         response = either.report_task_result(name, 77, "")
         assert not response.success
-        assert "holds no task 77" in response.reason
+        assert "does not hold task 77" in response.reason
 
     def test_a_shard_checkpoint_goes_back_and_a_reset_to_the_beginning(self, either: MasterClient, name: str) -> None:
         register(either, name)
@@ -172,7 +172,7 @@ class TestTasks:
         assert records != sorted(records)
 
     def test_what_cannot_be_cut_is_refused_with_a_reason(self, either: MasterClient, name: str) -> None:
-        assert "storage_type 'tape' is not known" in register(either, name, storage_type="tape").reason
+        assert "storage_type 'tape' is unknown" in register(either, name, storage_type="tape").reason
         assert not register(either, name, dataset_size=-1).success
         assert register(either, name).success
         assert "other parameters" in register(either, name, batch_size=7).reason
@@ -282,7 +282,7 @@ class TestNews:
         assert client.need_to_restart_training() is False
         assert client.report_rdzv_params(1, 2, 30, 1, 600) is False
         assert client.join_rendezvous(0, 8, "elastic-training") == 0
-        assert "options of `dlrover-run` decide" in caplog.text
+        assert "options of `dlrover-run` set" in caplog.text
 
     def test_monitors_start_nothing_and_report_through_the_client(self, client: MasterClient) -> None:
         ResourceMonitor.singleton_instance().start()
@@ -343,7 +343,7 @@ class TestAlone:
         alone.report_action(JobAbortionAction("no job"))
         alone.set_rdzv_blocked(True, "why")
         alone.report_diagnosis_training_log(TrainingLog())
-        assert caplog.text.count("no master hears this") == 7
+        assert caplog.text.count("has no effect outside of `dlrover-run`") == 7
         assert alone.query_ps_nodes() == ([], False)
         assert alone.get_cluster_version("GLOBAL", "worker", 0) == 0
 
@@ -360,7 +360,7 @@ class TestAlone:
             lambda: client.report_action(JobAbortionAction("why")),
             lambda: client.set_rdzv_blocked(True, "why"),
         ):
-            with pytest.raises(Rejected, match="No job runs here"):
+            with pytest.raises(Rejected, match="runs outside a job"):
                 act()
         assert not client.ready_for_ps_relaunch().success
 
@@ -395,7 +395,7 @@ class TestAlone:
 class TestWithoutAgent:
     def test_an_address_without_an_agent_is_said_and_never_answered_by_a_stand_in(self, name: str) -> None:
         client = build_master_client("10.0.0.1:50001", 1)
-        with pytest.raises(Unavailable, match=r"No agent runs this process, so the master at 10\.0\.0\.1:50001"):
+        with pytest.raises(Unavailable, match=r"outside a job, so it cannot reach the master at 10\.0\.0\.1:50001"):
             client.kv_store_set(name, b"1")
         assert client.get_task(name) == (False, comm.Task())
         assert client.num_nodes_waiting("") == 0

@@ -211,7 +211,7 @@ def test_a_client_keeps_what_it_has_when_the_server_cannot_send_its_own(pair, ca
     server.set({"thing": object()})
     assert one.get() == {"fine": 1}
     assert other.get() == {}
-    assert "may be old" in caplog.text
+    assert "may be out of date" in caplog.text
     server.set({"fine": 2})
     assert one.get() == {"fine": 2}
 

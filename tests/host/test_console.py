@@ -39,7 +39,7 @@ def test_a_console_that_takes_nothing_does_not_keep_the_one_who_logs(full_pipe: 
     log.warning(LINE)
     *shown, loss, short, last = read_rest(*full_pipe, handler)
     assert shown == [LINE] * 100
-    assert loss == "lines of the log dropped here because the console took no bytes for too long: 900"
+    assert loss == "lines of the log are missing here, because the console accepted no output for too long: 900"
     assert short == "a short one has room"
     assert last.endswith("too long: 1")
 

@@ -45,8 +45,8 @@ def test_a_class_is_found_by_its_name_and_built(package: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("user_extension", "give it as module::Class"),
-        ("::Good", "give it as module::Class"),
+        ("user_extension", "give the form module::Class"),
+        ("::Good", "give the form module::Class"),
         ("no_such_module::Good", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("user_extension::Missing", "AttributeError: module 'user_extension' has no attribute 'Missing'"),
         ("user_extension::Lacking", "it has no method `work`"),
@@ -78,7 +78,7 @@ def test_an_unusable_installed_extension_costs_a_warning_and_no_other(
         )
     )
     assert list(found) == ["good"]
-    assert [record.message for record in caplog.records] == ["tester leaving is left out: SystemExit: 3"]
+    assert [record.message for record in caplog.records] == ["The tester leaving is not used: SystemExit: 3"]
 
 
 @pytest.fixture

@@ -84,8 +84,8 @@ def test_files_in_a_shared_directory_are_ours_by_owner_type_and_mode(shared: Pat
     for path, reason in (
         (theirs, "belongs to another user"),
         (link, "is a symbolic link"),
-        (pipe, "is no regular file"),
-        (twin, "has another name elsewhere"),
+        (pipe, "is not a regular file"),
+        (twin, "has another hard link"),
     ):
         for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT | os.O_TRUNC):
             with pytest.raises(NotOurs, match=reason):
@@ -144,7 +144,9 @@ def test_the_kernel_names_the_peer() -> None:
 def test_the_directories_of_jobs_and_snapshots_are_not_another_users(shared: Path) -> None:
     (shared / "dlrover-0").mkdir()
     give_away(shared / "dlrover-0", 0o777)
-    with pytest.raises(ConfigError, match=f"belongs to another user \\(uid {SECOND_USER}\\).*point TMPDIR elsewhere"):
+    with pytest.raises(
+        ConfigError, match=f"belongs to another user \\(uid {SECOND_USER}\\).*set TMPDIR to another directory"
+    ):
         user_root(Environment(temp_dir=str(shared)))
     with pytest.raises(NotOurs):
         Home(shared / "dlrover-0", "job", "launch", 0)
@@ -187,9 +189,9 @@ def test_events_are_not_written_where_another_user_could_lead_them(
         process.info("said")
         outlet.close()
     assert precious.read_text() == "mine"
-    told = [record for record in caplog.records if "no events are written" in record.message]
+    told = [record for record in caplog.records if "No events are written" in record.message]
     assert len(told) == 1
-    assert "Set DLROVER_EVENT_FILE_DIR to a directory of your own" in told[0].message
+    assert "Set DLROVER_EVENT_FILE_DIR to a directory that belongs to you" in told[0].message
 
 
 def test_a_config_of_another_user_does_not_set_the_batch_size(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,7 +272,7 @@ def test_workers_and_masters_say_nothing_to_a_server_of_another_user(
     outlet = AgentOutlet(where)
     outlet.open(SavePlace(directory="/nowhere"))
     outlet.close()
-    assert "the trainer does not report its snapshots to the agent" in caplog.text
+    assert "The trainer cannot report its snapshots to the agent" in caplog.text
     with pytest.raises(Unavailable, match="is served by another user"):
         RelayWire(path, 0)
     with pytest.raises(Unavailable, match="is served by another user"):

@@ -158,7 +158,7 @@ def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thous
         render = tab.page.evaluate("performance.getEntriesByName('render')[0].duration")
         print(f"1,000 nodes rendered in {render:.0f} ms")
         assert "at most 75 %" in tab.text("#tiles")
-        assert "Redo is unknown" in tab.text("#goodput")
+        assert "Redo time is unknown" in tab.text("#goodput")
         assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 19, 29)"
 
         verdict = tab.text("#verdict")
@@ -183,7 +183,7 @@ def test_a_thousand_nodes_in_the_dark_on_a_phone_and_by_keyboard(thousand: Thous
         tab.page.keyboard.press("Escape")
         tab.page.click("#node button:has-text('Cordon')")
         tab.page.click("#confirm-yes")
-        tab.wait_for_text("#toast", "gets no node of this job any more")
+        tab.wait_for_text("#toast", "this job uses its machine no more")
         wish = page.job.asked[-1]
         assert isinstance(wish, RelaunchNode)
         assert (wish.node, wish.is_cordoned) == (998, True)
@@ -315,5 +315,5 @@ def test_roles_are_a_table_where_the_job_is_one_of_them(thousand: Thousand, tmp_
 
         os.utime(file, (1, 1))
         thousand.update()
-        tab.wait_for_text("#roles-why", "The conductor is silent; this was its last report.")
+        tab.wait_for_text("#roles-why", "The conductor does not answer. This is its last report.")
         assert tab.complaints == []

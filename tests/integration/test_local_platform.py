@@ -327,8 +327,8 @@ def test_a_signal_during_the_last_saves_is_no_success_if_one_is_lost(jobs, tmp_p
         else:
             job.host.signal(signal.SIGINT)
             assert job.host.wait() == 128 + signal.SIGINT, job.host.err
-            assert "SIGINT came while the last checkpoints were written: those of " in job.host.err
-            assert "are not finished and may be lost" in job.host.err
+            assert "SIGINT stopped the last checkpoints. The unfinished checkpoints of " in job.host.err
+            assert "may be lost" in job.host.err
             assert not (folder / "checkpoints" / "dlrover_latest.txt").exists()
         assert job.directories() == []
 

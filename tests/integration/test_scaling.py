@@ -150,7 +150,7 @@ def test_a_job_that_is_best_at_two_nodes_tries_three_and_takes_it_back(jobs: Job
     assert back.speed_before > 0
     assert back.sentence in text, "the taking back names both speeds"
     for part in (
-        "Scaling is on",
+        "Automatic scaling is on",
         "Why:",
         "Brake:",
         "Last decisions",
@@ -238,7 +238,7 @@ def test_dry_run_decides_and_launches_nothing(jobs: JobFactory, tmp_path: Path) 
     status = job.until(lambda status: status.decisions)
     assert status.num_outcomes.get(ScaleOutcome.PLANNED, 0) == 0
     assert "dry-run" in job.command("scale", "--why")
-    assert "Scaling is off" in job.command("scale", "--auto=off")
+    assert "Automatic scaling is off" in job.command("scale", "--auto=off")
     assert job.size() == 3
     job.finish()
     assert len(job.launches()) == 3, "those that the job began with"

@@ -66,7 +66,7 @@ async def test_what_could_not_be_shown_is_shown_later_and_the_trouble_is_told_on
         for _ in range(3):
             await glances.show()
     assert [record.getMessage() for record in caplog.records].count(
-        "the platform does not show how the job does reason=The API server is away."
+        "the platform cannot show the state of the job reason=The API server is away."
     ) == 1
     showcase.trouble = None
     task = asyncio.ensure_future(glances.run())

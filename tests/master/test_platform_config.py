@@ -28,7 +28,7 @@ FLEET = FleetSpec(replicas={NodeType.WORKER: ReplicaSpec(count=2)})
     ("extra", "what"),
     [
         ({"platform": "moon", "fleet": FLEET}, "no platform 'moon'"),
-        ({"platform": "local"}, "must know which nodes"),
+        ({"platform": "local"}, "needs a description of its nodes"),
         ({"platform": "local", "fleet": FLEET}, "missing required field `socket`"),
     ],
 )

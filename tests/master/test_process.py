@@ -142,7 +142,7 @@ async def test_the_master_ends_with_the_exit_code_of_the_job(
     leave = LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.JOB_ENDED)
     assert await agent.channel.call(leave, timeout=10) == Done()
     assert await asyncio.to_thread(master.wait) == 1
-    assert "job over reason=StoppedByUser" in master.log()
+    assert "job ended reason=StoppedByUser" in master.log()
     told = end_file.read_bytes()
     end = msgspec.json.decode(told, type=JobEnd)
     assert (end.reason, end.exit_code) == (ExitReason.STOPPED_BY_USER, 1)
@@ -163,7 +163,7 @@ async def test_an_end_that_cannot_be_written_still_ends_the_master(
     leave = LeaveJob(node=agent.node, incarnation=agent.incarnation, reason=LeaveReason.STOPPED_BY_USER)
     assert await agent.channel.call(leave, timeout=10) == Done()
     assert await asyncio.to_thread(master.wait) == 1
-    assert "end of the job not written" in master.log()
+    assert "end of the job could not be written" in master.log()
     assert "Traceback" not in master.log()
 
 
@@ -235,7 +235,7 @@ def test_a_damaged_journal_is_never_replaced(make_master: MakeMaster) -> None:
     master.journal.write_bytes(data)
     master = make_master()
     assert master.run_to_end() == EXIT_JOURNAL
-    assert "damaged or not a journal" in master.log()
+    assert "damaged, or it is not a journal" in master.log()
     assert "Restore it from a copy" in master.log()
     assert master.journal.read_bytes() == data
 
@@ -427,7 +427,7 @@ async def test_a_full_disk_stops_commands_only_and_passes_by_itself(
     assert seen.blocked.startswith(
         f"The master cannot write its journal {small_disk / 'journal.sqlite'}: its disk is full ("
     )
-    assert "Free some space there. Until then the master decides nothing" in seen.blocked
+    assert "Free some space there. Until then the master makes no decisions" in seen.blocked
     assert (seen.stage_text, seen.reason) == (f"blocked ({seen.stage})", seen.blocked)
     assert agent.blocked == [seen.blocked], "its console says so, once"
     assert agent.channel.outage() == 0.0
@@ -464,7 +464,7 @@ async def test_a_hang_that_was_found_while_the_disk_was_full_is_acted_upon_after
         tell(agent, progress(ranks[agent], is_stalled=True))
     await answer_that_one_is_stopped(agents, ranks)
     async with asyncio.timeout(20):
-        while "finding refused finding=HangFound" not in master.log():
+        while "a finding was rejected finding=HangFound" not in master.log():
             await status_of(master.address)
     filler.unlink()
     await answer_that_one_is_stopped(agents, ranks)

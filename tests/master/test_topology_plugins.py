@@ -144,7 +144,7 @@ async def test_plug_ins_that_raise_or_talk_rubbish_harm_nobody(
         2,
         3,
     ]
-    told = [record.message for record in caplog.records if "gives no usable answer" in record.message]
+    told = [record.message for record in caplog.records if "returned no usable answer" in record.message]
     assert len(told) == 2, "one warning for each"
 
 

@@ -52,7 +52,7 @@ def test_fields_without_effect_are_named_in_the_status() -> None:
     cluster.run()
     valid = cluster.condition("Valid")
     fields = "enableDynamicSharding, replicaSpecs.worker.restartTimeout"
-    assert (valid.status, valid.message) == ("True", f"Without effect in this version: {fields}.")
+    assert (valid.status, valid.message) == ("True", f"These fields have no effect in this version: {fields}.")
     cluster = ModelCluster()
     cluster.run()
     assert cluster.condition("Valid").message == ""
@@ -67,7 +67,7 @@ def test_relaunches_beyond_the_most_are_told_in_the_status() -> None:
         assert cluster.condition("Valid").status == "True"
         return cluster.condition("Valid").message
 
-    assert message(10) == "replicaSpecs.worker.restartCount 10 counts as 5, the greatest that a rank gets."
+    assert message(10) == "replicaSpecs.worker.restartCount is 10; 5, the largest possible value, is used."
     assert message(5) == ""
 
 
@@ -105,7 +105,7 @@ def test_a_refused_template_makes_no_object_and_is_checked_again() -> None:
         (
             job_body(replicaSpecs={"worker": {"template": template({"name": "a"}, {"name": "b"})}}),
             "InvalidTemplate",
-            "Name the one that trains `main`",
+            "Give the container that trains the name `main`",
         ),
         (job_body(replicaSpecs={"worker": {"template": {"spec": {}}}}), "InvalidTemplate", "at least one container"),
         (job_body(replicaSpecs={"ps": {"replicas": 1}}), "InvalidTemplate", "spec.replicaSpecs.ps.template is missing"),

@@ -143,9 +143,9 @@ def test_the_scheduler_of_a_template_stays() -> None:
     ("gang", "known", "reason", "part"),
     [
         ({}, {"volcano"}, "InvalidGang", "spec.gang.scheduler is missing"),
-        ({"scheduler": "other"}, {"volcano"}, "InvalidGang", "other is no gang scheduler"),
+        ({"scheduler": "other"}, {"volcano"}, "InvalidGang", "other is not a gang scheduler"),
         ({"scheduler": "volcano"}, set(), "GangSchedulerMissing", "no podgroups.scheduling.volcano.sh"),
-        ({"scheduler": "volcano", "minMember": 9}, {"volcano"}, "InvalidGang", "it could never start"),
+        ({"scheduler": "volcano", "minMember": 9}, {"volcano"}, "InvalidGang", "it can never start"),
     ],
 )
 def test_a_gang_that_would_wait_for_ever_is_refused_with_a_sentence(

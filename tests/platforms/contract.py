@@ -308,10 +308,13 @@ class PlatformContract:
     @pytest.mark.parametrize(
         ("intent", "what"),
         [
-            (launch(-1), "ids are 0 or more"),
+            (launch(-1), "node ids must be 0 or more"),
             (launch(0, rank=-2), "ranks are 0 or more"),
             (launch(0, memory_mb=-1), "resources must be at least 0"),
-            (LaunchNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, name=""), "give it a name"),
+            (
+                LaunchNode(id=PlatformId(0), node_type=NodeType.WORKER, rank=0, name=""),
+                "must have printable characters",
+            ),
             (remove(0, grace=float("nan")), "give 0 or more"),
         ],
     )

@@ -134,11 +134,11 @@ def test_the_working_directory_travels_along(lab: RayLab, tmp_path: Path):
             "No machine of this cluster is large enough: a node asks for 64 CPU, and the most that a machine has is 1 CPU",
         ),
         (("--gpus", "8"), "a node asks for 1 CPU, 8 GPU, and the most that a machine has is 0 GPU"),
-        (("--resource", "CPU=3"), "processors are --cpus"),
+        (("--resource", "CPU=3"), "Use --cpus for processors"),
         (("--placement", "everywhere"), "give spread, strict-spread, pack"),
         (("--working-dir", "/nowhere"), "there is no such directory"),
         (("--nodes", "3:2"), "--nodes"),
-        (("--env", "NO_SUCH_VARIABLE"), "the variable is not set here"),
+        (("--env", "NO_SUCH_VARIABLE"), "this variable is not set on this machine"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(

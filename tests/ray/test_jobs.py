@@ -103,12 +103,12 @@ def test_a_job_outlives_its_worker_its_node_and_its_host(lab: RayLab, start: Sta
     shown = run_dlrover("status", "survivor", "--ray", lab.address)
     assert "running" in shown.stdout, shown
     scaled = run_dlrover("scale", "surv", "--nodes", "2", "--ray", lab.address)
-    assert "The job shall have 2 nodes" in scaled.stdout, scaled
+    assert "The job's target is now 2 nodes" in scaled.stdout, scaled
     assert "failed" in run_dlrover("report", "survivor", "--ray", lab.address).stdout
     both = run_dlrover("status", "--ray", lab.address, "--addr", "127.0.0.1:1")
     assert "Give --addr or --ray, not both" in both.stderr
     unknown = run_dlrover("status", "no-such-job", "--ray", lab.address)
-    assert "No jobs in this cluster are called no-such-job. Running: survivor." in unknown.stderr
+    assert "No jobs in this cluster have the name no-such-job. Running: survivor." in unknown.stderr
     job.let_end()
     until(lambda: Registry().result("survivor") is not None or not lab.actors(), job.output)
     attached = run_dlrover("ray", "attach", "survivor", "--address", lab.address)
@@ -228,7 +228,7 @@ def test_two_jobs_do_not_see_each_other_and_a_name_is_taken_once(lab: RayLab, st
     second.await_steps(world_size=1)
     again = run_dlrover("ray", "run", "--address", lab.address, "--job-name", "first", "--", TRAINED_STEPS, "/nowhere")
     assert again.returncode == 2
-    assert "A job first is in this cluster already" in again.stderr
+    assert "A job first runs in this cluster already" in again.stderr
     workers = second.workers()
     first.let_end()
     assert first.wait() == 0, first.output()

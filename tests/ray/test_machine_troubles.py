@@ -70,7 +70,7 @@ def test_a_host_that_cannot_serve_says_why(lab: RayLab, add_machine: Callable[..
     options = ("--address", lab.address, "--host-machine", machine.node_id)
     ended = run_dlrover("ray", "run", *options, "--", TRAINED_STEPS, "/nowhere")
     assert ended.returncode == 23, ended
-    assert "The job cannot be hosted on" in ended.stderr
+    assert "The job cannot run on" in ended.stderr
     assert "HOST_PORTS=many must be a comma-separated list of ports" in ended.stderr
     lab.await_nothing_left(TRAINED_STEPS)
 

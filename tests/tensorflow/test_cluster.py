@@ -161,7 +161,7 @@ def test_training_may_end_before_the_data(start: StartJob, environ: dict[str, ob
     job = start("--ps", "1", "--chief", "1", "--nodes", "1", records=50_000, **environ)
     assert job.finish() == 0, job.output[-4000:]
     assert int(checkpoint_values(newest_checkpoint(job.model_dir))["global_step"]) <= most
-    assert job.matching("were left unread: the last step or a hook of the user ended the training")
+    assert job.matching("were left unread: training ended, by the last step or by a hook of the script")
 
 
 def test_a_stopped_parameter_server_is_named_and_replaced(start: StartJob) -> None:

@@ -241,7 +241,7 @@ def test_the_last_step_ends_the_training_before_the_data(start: StartJob) -> Non
     job = start("--ps", "1", "--chief", "1", "--nodes", "1", conf=CONF, records=50_000, max_steps=30)
     assert job.finish() == 0, job.output[-4000:]
     assert int(checkpoint_values(newest_checkpoint(job.model_dir))[f"global_step{VALUE}"]) == 30
-    assert job.matching("were left unread: the last step or a hook of the user ended the training")
+    assert job.matching("were left unread: training ended, by the last step or by a hook of the script")
 
 
 def test_a_killed_master_changes_nothing_for_a_program(start: StartJob) -> None:

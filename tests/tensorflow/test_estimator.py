@@ -179,10 +179,10 @@ def test_a_script_finds_ours_where_it_looks_for_it() -> None:
         (lambda est: est.Estimator(lambda labels: None), "argument features"),
         (lambda est: est.Estimator(lambda features: None, params={"a": 1}), "no argument params"),
         (lambda est: est.BestExporter(), "serving_input_receiver_fn"),
-        (lambda est: est.LinearClassifier([]), "needs feature columns"),
+        (lambda est: est.LinearClassifier([]), "has no feature columns"),
         (lambda est: est.LinearClassifier(["x"], n_classes=1), "at least 2"),
         (lambda est: est.LinearClassifier(["x"], weight_column="w"), "does not have weight_column"),
-        (lambda est: est.DNNRegressor([], ["x"]), "needs hidden_units"),
+        (lambda est: est.DNNRegressor([], ["x"]), "has no hidden_units"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

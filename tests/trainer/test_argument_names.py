@@ -141,7 +141,7 @@ def test_an_older_name_is_taken_by_name_and_refused_beside_the_new_one() -> None
         return model, directory
 
     assert make(engine=3, directory="a") == make(3, "a") == make(model=3, directory="a") == (3, "a")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"engine is the older name of model\. Give one of them"):
+    with pytest.raises(TypeError, match=r"engine is the older name of model\. Give only one of them"):
         make(model=3, engine=4)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'motor'"):
         make(motor=3)  # type: ignore[call-arg]

@@ -56,7 +56,7 @@ async def test_without_an_extension_or_with_one_that_replaces_none_no_machine_co
         lab = Replacing(extension, Cloud().machines)
         assert not await lab.replacement.replace(BAD, GroupRule())
         assert lab.replacement.removed() == []
-    assert lab.said == ["The extension replaces none of these machines: host-2."]
+    assert lab.said == ["The extension did not replace these machines: host-2."]
 
 
 async def test_a_machine_that_was_replaced_stays_marked():
@@ -101,7 +101,7 @@ async def test_the_group_of_a_machine_goes_with_it_when_it_is_not_replaced_in_ti
     assert await lab.replacement.replace(BAD, GroupRule(label="rack", timeout=0.01))
     assert cloud.asked == [[BAD], ["machine-1", BAD]]
     assert lab.replacement.removed() == ["machine-1", BAD]
-    assert "All 2 machines with rack=a are to be replaced." in lab.said
+    assert "All 2 machines with rack=a must be replaced." in lab.said
 
 
 HEAD = "from dlrover.python.unified.controller.extension import ManagerExtension\n"

@@ -46,7 +46,7 @@ def test_the_device_of_an_instance(
 
 
 def test_a_device_that_is_hidden_is_said():
-    with pytest.raises(ConfigError, match="Ray gave GPU 5 to this instance, and CUDA_VISIBLE_DEVICES=0,1"):
+    with pytest.raises(ConfigError, match="Ray gave GPU 5 to this instance, but CUDA_VISIBLE_DEVICES=0,1"):
         torch_device(gpus=["5"], visible="0,1", local_rank=0, is_by_rank=False)
 
 

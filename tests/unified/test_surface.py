@@ -110,16 +110,16 @@ def test_the_ranks_of_an_elastic_role_are_forked_or_actors():
 @pytest.mark.parametrize(
     ("role", "why"),
     [
-        (simple("a").in_actor(), r"in_actor\(\) is for roles of Role.elastic, and this is a simple role"),
-        (simple("a").forked(), r"forked\(\) is for roles of Role.elastic, and this is a simple role"),
+        (simple("a").in_actor(), r"in_actor\(\) applies only to roles of Role.elastic, but this is a simple role"),
+        (simple("a").forked(), r"forked\(\) applies only to roles of Role.elastic, but this is a simple role"),
         (Role.stream("a", batch=1).in_actor(), "this is a stream role"),
-        (Role.elastic("a", "train.py").in_actor(), "a script cannot run there"),
+        (Role.elastic("a", "train.py").in_actor(), "actors cannot run a script"),
         (Role.elastic("a", ENTRY, nodes=(1, 2)).in_actor(), r"the number of nodes cannot change.*got 1 to 2"),
-        (Role.elastic("a", ENTRY, standby=1).in_actor(), "standby nodes need an agent"),
+        (Role.elastic("a", ENTRY, standby=1).in_actor(), "cannot have standby nodes"),
         (Role.elastic("a", ENTRY, options=["--max-restarts=1"]).in_actor(), "have no effect .got --max-restarts=1"),
-        (Role.elastic("a", ENTRY, on_failure="instance").in_actor(), "so they restart together"),
-        (Role.elastic("a", ENTRY, nproc=2, gpus=3).in_actor(), "2 ranks of a node get 1.5 GPUs each"),
-        (Role.elastic("a", ENTRY, nproc=3, gpus=2).in_actor(), "3 ranks do not fit into 2 GPUs of a node"),
+        (Role.elastic("a", ENTRY, on_failure="instance").in_actor(), "so they must restart together"),
+        (Role.elastic("a", ENTRY, nproc=2, gpus=3).in_actor(), "each of the 2 ranks of a node gets 1.5 GPUs"),
+        (Role.elastic("a", ENTRY, nproc=3, gpus=2).in_actor(), "3 ranks do not fit on 2 GPUs of a node"),
         (Role.elastic("a", ENTRY, nproc=0).in_actor(), "nproc must be at least 1"),
     ],
 )
@@ -147,14 +147,18 @@ def test_roles_that_are_together_share_their_bundles():
         ([simple("a", needs=["x"])], {}, "needs x, which is not defined"),
         ([simple("a"), simple("a")], {}, "defined 2 times"),
         ([simple("a", entry="main")], {}, "give a dotted name"),
-        ([simple("a", entry="no.such.Thing")], {}, "module no.such of entry point no.such.Thing cannot be found"),
+        ([simple("a", entry="no.such.Thing")], {}, "module no.such of the entry point no.such.Thing cannot be found"),
         ([simple("a", entry=f"{__name__}.Absent")], {}, "defines no Absent"),
         ([simple("a", entry="absent.py --x")], {}, "absent.py does not exist"),
         ([simple("a", count=3, per_group=2)], {}, "cannot be divided into groups of 2"),
         ([simple("a", driver=False)], {}, "is a driver, so it would never end"),
-        ([simple("a"), simple("b", count=2)], {"together": [["a", "b"]]}, "equally many groups: a has 1, b has 2"),
+        (
+            [simple("a"), simple("b", count=2)],
+            {"together": [["a", "b"]]},
+            "the same number of groups: a has 1, b has 2",
+        ),
         ([simple("a")], {"together": [["a", "z"]]}, "z, which is not defined"),
-        ([simple("a"), simple("b")], {"together": [["a"], ["a", "b"]]}, "together with others twice"),
+        ([simple("a"), simple("b")], {"together": [["a"], ["a", "b"]]}, r"names the role .* twice"),
         ([simple("a")], {"spread": "WIDE"}, "spread 'WIDE'"),
         ([simple("a")], {"working_dir": "/no/such/dir"}, "no such directory"),
     ],
@@ -184,9 +188,9 @@ def test_a_layout_that_cannot_be_placed_names_what_is_too_large():
     layout = lay_out([RoleSize(name="b", count=2, demand={"CPU": 5.0})], [])
     with pytest.raises(ConfigError, match="large enough for b-0: it asks for 5 CPU"):
         check_room(layout, machines)
-    with pytest.raises(ConfigError, match="asks for 8 CPU in all, and this cluster has 6 CPU"):
+    with pytest.raises(ConfigError, match="asks for 8 CPU in all, but this cluster has only 6 CPU"):
         check_room(lay_out([RoleSize(name="a", count=4, demand={"CPU": 2.0})], []), machines)
-    with pytest.raises(ConfigError, match="STRICT_SPREAD needs a machine for each of 3 bundles"):
+    with pytest.raises(ConfigError, match="STRICT_SPREAD needs one machine for each of 3 groups"):
         check_room(
             lay_out([RoleSize(name="a", count=3, demand={"CPU": 1.0})], [], spread=Spread.STRICT_SPREAD), machines
         )

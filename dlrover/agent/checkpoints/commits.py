@@ -188,7 +188,7 @@ class NodeCommits:
         """Commit what all shards were reported of."""
         assert self.line is not None, "the master was heard"
         told = None
-        with logged(log, "bug in the saver: step %d was not committed. Training goes on.", duty.step):
+        with logged(log, "Step %d was not committed because of a bug in DLRover. Training continues.", duty.step):
             told = await self._commit_on(duty)
         if told is not None:
             await self.line.tell(told)
@@ -198,7 +198,7 @@ class NodeCommits:
         try:
             if request is None:
                 raise SaveGivenUp(
-                    "the agent that had to commit this save has no record of it; the next save is tried as usual"
+                    "the agent that should commit this save has no record of it; the next save starts as usual"
                 )
             await self._in_thread(self._commit_as_told, request, duty)
         except (OSError, DLRoverError) as error:

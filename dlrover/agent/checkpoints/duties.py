@@ -78,7 +78,7 @@ class DutyLine:
         try:
             await self._relay(command, timeout=timeout)
         except (Rejected, Unavailable) as error:
-            log.info("%s was not heard: %s", type(command).__name__, error)
+            log.info("the master did not accept %s: %s", type(command).__name__, error)
             return False
         return True
 
@@ -101,10 +101,10 @@ class DutyLine:
                     is_committed=is_committed,
                     reason="" if is_committed else str(error),
                 )
-            log.info("the master rejected the report that step %d is written: %s", written.step, error)
+            log.info("the master rejected the report that step %d was written: %s", written.step, error)
             return None
         except (Unavailable, TimeoutError) as error:
-            log.info("the master did not answer the report that step %d is written: %s", written.step, error)
+            log.info("the master did not answer the report that step %d was written: %s", written.step, error)
             return None
         finally:
             self._outcomes[key].remove(outcome)
@@ -120,7 +120,7 @@ class DutyLine:
 
     def _lose(self, why: str) -> None:
         if self.is_up:
-            log.info("the connection to the master for checkpoints failed; this node asks again: %s", why)
+            log.info("the connection to the master for checkpoints failed; this node connects again: %s", why)
         self.is_up = False
         self._forget()
         self._on_lost()

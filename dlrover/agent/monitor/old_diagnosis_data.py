@@ -43,7 +43,7 @@ class DiagnosisData:
         """Unknown keys are ignored. Raises ValueError for what is no object."""
         said = json.loads(text)
         if not isinstance(said, dict):
-            raise ValueError(f"data are a JSON object, not {type(said).__name__}")
+            raise ValueError(f"data must be a JSON object (got {type(said).__name__})")
         made = cls()
         for each in fields(cls):
             setattr(made, each.name, said.get(each.name, getattr(made, each.name)))

@@ -69,9 +69,11 @@ class Probe:
             async with asyncio.timeout(self._timeout):
                 return await self._ask(paths)
         except TimeoutError:
-            self._give_up(f"a driver or disk does not answer: asked {self._timeout:g} s ago, and not asked again")
+            self._give_up(
+                f"a driver or a disk did not answer within {self._timeout:g} s; devices are not measured any more"
+            )
         except (OSError, msgspec.MsgspecError) as error:
-            self._give_up(f"devices cannot be asked: {type(error).__name__}: {error}")
+            self._give_up(f"devices cannot be measured: {type(error).__name__}: {error}")
         return ProbeAnswer(troubles=(self.trouble,))
 
     async def _ask(self, paths: Sequence[str]) -> ProbeAnswer:
@@ -108,7 +110,7 @@ class _Lines(asyncio.SubprocessProtocol):
         """Raises OSError when there will be none."""
         while b"\n" not in self._buffer:
             if self._is_over or len(self._buffer) > _MAX_ANSWER:
-                raise OSError("the process that asks them has ended, or talks without end")
+                raise OSError("the process that measures them has ended or sent too much")
             self._news.clear()
             await self._news.wait()
         line, _, self._buffer = self._buffer.partition(b"\n")

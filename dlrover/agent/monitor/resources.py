@@ -109,12 +109,12 @@ class ResourceMonitor:
         except OSError as error:  # no descriptor to be had, perhaps
             trouble = error.strerror or str(error)
             if trouble != self._trouble:
-                log.warning("the resources of this node cannot be read now: %s", trouble)
+                log.warning("The resources of this node cannot be measured now: %s", trouble)
             self._trouble = trouble
             return None
         self._trouble = ""
         if report.clock_jump and node >= 0:
-            text = f"the wall clock was moved by {report.clock_jump:+.1f} s"
+            text = f"the wall clock was changed by {report.clock_jump:+.1f} s"
             log.warning("%s", text)
             self._observe(NodeEvent(node=node, incarnation=incarnation, level="warn", name="clock-jump", text=text))
         return report

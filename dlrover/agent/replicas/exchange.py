@@ -108,11 +108,11 @@ class ReplicaExchange:
 
     async def enter(self, world: WorldSpec, *, node: NodeId, node_rank: NodeRank, ask: SnapshotRelay) -> None:
         """Workers of this world are about to start here: have their snapshots ready, as far as that is possible in time."""
-        with logged(log, "bug while snapshots were fetched"):  # the workers must start whatever happens here
+        with logged(log, "bug in DLRover while snapshots were fetched"):  # the workers must start whatever happens here
             try:
                 await self._enter(world, node, node_rank, ask)
             except (OSError, DLRoverError) as error:
-                log.warning("this node cannot fetch snapshots of other nodes in round %d: %s", world.round, error)
+                log.warning("this node cannot fetch snapshots from other nodes in round %d: %s", world.round, error)
 
     def offer(self, name: SlotName) -> None:
         """A slot of this node is complete and summed."""
@@ -144,13 +144,16 @@ class ReplicaExchange:
             while (name := self._offered.pop(path, None)) is not None:
                 world = self._world
                 assert world is not None, "nothing is pushed before the first round"
-                with logged(log, "bug: step %d has no copy on another node", name.step):
+                with logged(log, "Step %d has no copy on another node because of a bug in DLRover.", name.step):
                     try:
                         await self._push(name)
                     except (OSError, DLRoverError) as error:
                         if world is not self._world:
                             log.info(
-                                "step %d was not copied in round %d, which is over: %s", name.step, world.round, error
+                                "step %d was not copied to another node, because round %d has ended: %s",
+                                name.step,
+                                world.round,
+                                error,
                             )
                             continue
                         self._tell(f"{type(error).__name__}", f"step {name.step} has no copy on another node: {error}")
@@ -187,7 +190,7 @@ class ReplicaExchange:
         assert world is not None, "nothing is pushed before the first round"
         peers = await self._peers_for(copies)
         if not peers.keepers:
-            self._tell("no-keeper", "there is no other node that could keep copies of this node's snapshots")
+            self._tell("no-keeper", "the job has no other node that can keep copies of this node's snapshots")
         for keeper in peers.keepers:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pusher, self._push_to, keeper, pinned, request, world.round)
@@ -207,7 +210,11 @@ class ReplicaExchange:
             shards = shards_of_node(request.num_shards, world.group_rank, world.group_world_size)
             if position < 0 or request.shard not in shards:
                 wanted = f"{self._config.num_data}+{self._config.num_parity}"
-                self._tell("group", f"there are not enough nodes for parity {wanted}, or shards are spread unevenly")
+                self._tell(
+                    "group",
+                    f"parity {wanted} is not possible: the job has too few nodes, or the nodes have different "
+                    "numbers of shards",
+                )
                 self._let_go(request.shard)
                 return False
             group = ParityGroup(peers.group, position, self._config.num_parity)
@@ -246,7 +253,10 @@ class ReplicaExchange:
         if former is not None:
             release(former)
         log.info(
-            "step %d shard %d has its parity after %.2f s", request.step, request.shard, time.monotonic() - begun_at
+            "parity of step %d shard %d is complete after %.2f s",
+            request.step,
+            request.shard,
+            time.monotonic() - begun_at,
         )
         return True
 
@@ -276,7 +286,7 @@ class ReplicaExchange:
                 time.sleep(_PAUSE * random.uniform(0.5, 1.5))
         took = max(time.monotonic() - begun_at, 1e-9)
         log.info(
-            "copy of step %d shard %d is on node rank %d: %.1f MB at %.0f MB/s",
+            "copied step %d shard %d to node rank %d: %.1f MB at %.0f MB/s",
             request.step,
             request.shard,
             keeper.node_rank,
@@ -331,7 +341,7 @@ class ReplicaExchange:
         if fetch.num_fetched:
             self._on_home()
             took = time.monotonic() - begun_at
-            log.warning("%d snapshots came from other nodes in %.2f s", fetch.num_fetched, took)
+            log.warning("fetched %d snapshots from other nodes in %.2f s", fetch.num_fetched, took)
         self._offer_again(fetch.attempt)
 
     def _offer_again(self, attempt: str) -> None:
@@ -374,15 +384,15 @@ class ReplicaExchange:
             log.info("%s", message)
         else:
             self._told.add(key)
-            log.warning("%s. Training goes on.", message.rstrip("."))
+            log.warning("%s. Training continues.", message.rstrip("."))
 
 
 def open_replicas(config: AgentConfig, token: str, saver: Saver) -> ReplicaExchange | None:
     """The exchange of a node with others, joined to its saver. None, with a word why, where there can be none."""
     if not token:
         log.info(
-            "snapshots are not exchanged with other nodes: the job has no token. Set DLROVER_JOB_TOKEN to the same "
-            "secret on all nodes"
+            "Snapshots are not exchanged with other nodes, because the job has no token. Set DLROVER_JOB_TOKEN "
+            "to the same secret on all nodes."
         )
         return None
     homes: list[str] = []

@@ -81,7 +81,9 @@ class SnapshotFetch:
         }
         is_everybody_heard = len(told) == world.group_world_size
         if len(told) < min(world.group_world_size, len(peers.neighbours) + 1):
-            log.warning("%d of %d nodes said what they hold", len(told), world.group_world_size)
+            log.warning(
+                "only %d of %d nodes reported in time which snapshots they hold", len(told), world.group_world_size
+            )
         for edition in complete(found, is_everybody_heard=is_everybody_heard, needed=needed):
             own = {
                 item.shard for item in told[own_address].items if item.attempt == edition.attempt and not item.is_copy
@@ -90,7 +92,9 @@ class SnapshotFetch:
             if not missing or self._fetch_edition(edition, missing):
                 self.attempt, self.num_fetched = edition.attempt, len(missing)
                 return
-            log.warning("step %d is not complete in the memory of the nodes; trying an older one", edition.step)
+            log.warning(
+                "The snapshots of step %d in the nodes' memory are incomplete; an older step is tried.", edition.step
+            )
 
     def _listen(self, peers: Peers) -> dict[str, HeldList]:
         """Who answers in time. No fetch waits for the others."""
@@ -160,12 +164,14 @@ class SnapshotFetch:
         connection.send(PullSlot(round=self._world.round, shard=shard, attempt=edition.attempt))
         header = connection.receive(SlotHeader)
         if (header.shard, header.attempt) != (shard, edition.attempt):
-            raise Rejected(f"shard {header.shard} came instead of shard {shard}", code=ErrorCode.MALFORMED)
+            raise Rejected(
+                f"the other node sent shard {header.shard} instead of shard {shard}", code=ErrorCode.MALFORMED
+            )
         geometry = geometry_of(header)
         record, sums = read_transfer(header.record, header.sums, geometry)
         self._put(shard, geometry, record, sums, connection.receive_into, lambda: connection.send(Accepted()))
         took = max(time.monotonic() - begun_at, 1e-9)
-        log.info("shard %d of step %d is here: %.0f MB/s", shard, edition.step, record.data_length / 1e6 / took)
+        log.info("received shard %d of step %d: %.0f MB/s", shard, edition.step, record.data_length / 1e6 / took)
 
     def _put(
         self,
@@ -193,7 +199,9 @@ class SnapshotFetch:
 
         def fill_while_wanted(view: memoryview) -> None:
             if self._is_over:
-                raise Unavailable(f"round {self._world.round} goes on without shard {shard}")
+                raise Unavailable(
+                    f"round {self._world.round} started without shard {shard}, because it did not arrive in time"
+                )
             fill(view)
 
         sequence = int(path.name.rsplit(".", 2)[1])
@@ -203,7 +211,7 @@ class SnapshotFetch:
                 arriving.fill(record, sums, fill_while_wanted)
                 with self._gate:
                     if self._is_over:
-                        raise Unavailable(f"shard {shard} came too late")
+                        raise Unavailable(f"shard {shard} arrived too late")
                     arriving.complete(record, sums, next_generation(self._home, shard))
         except BaseException:
             path.unlink(missing_ok=True)
@@ -214,6 +222,6 @@ def _note(futures: Iterable[Future[None]]) -> None:
     for future in futures:
         if future.done() and not future.cancelled() and (error := future.exception()) is not None:
             if not isinstance(error, OSError | DLRoverError):
-                log.error("bug in the exchange of snapshots", exc_info=error)
+                log.error("bug in DLRover in the exchange of snapshots", exc_info=error)
             else:
-                log.info("a peer did not help: %s", error)
+                log.info("another node could not deliver a snapshot: %s", error)

@@ -22,7 +22,10 @@ def fastest_add() -> Add:
     try:
         import numpy as np
     except ImportError:
-        log.warning("numpy is not installed: parity of snapshots is computed much more slowly")
+        log.warning(
+            "numpy is not installed, so computing the parity of snapshots is much slower. Install it with: pip "
+            "install numpy"
+        )
         return add_slowly
 
     def add(total: bytearray | memoryview, block: bytes | bytearray | memoryview, factor: int = 1) -> None:

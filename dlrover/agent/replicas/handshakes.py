@@ -56,7 +56,7 @@ class Handshakes:
         """It has proved itself. Raises Unavailable if its slot went to another one meanwhile."""
         with self._lock:
             if caller not in self._callers:
-                raise Unavailable("the proof came too late")
+                raise Unavailable("the proof of the token arrived too late")
             del self._callers[caller]
 
     def end(self, caller: Caller) -> None:

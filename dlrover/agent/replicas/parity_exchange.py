@@ -141,7 +141,7 @@ def compute_image(
     """The image of a lost shard, in memory of its own that goes with the mapping. Raises Unavailable, Rejected, Corrupt."""
     stripes = edition.stripes_of(shard)
     if not stripes:
-        raise Unavailable(f"the parities of shard {shard} of step {edition.step} are not enough to compute it")
+        raise Unavailable(f"too few parity pieces are left to compute shard {shard} of step {edition.step}")
     image_bytes = next(size for number, size in stripes[0][0][1].columns if number == shard)
     find_room(image_bytes, home)
     path = home / f".image-{shard:05d}"
@@ -245,14 +245,14 @@ class _Sources:
                 connection.send(request)
                 piece = connection.receive(Piece)
                 if piece.length > request.length:
-                    raise Rejected("more came than was asked for", code=ErrorCode.MALFORMED)
+                    raise Rejected("the other node sent more than was requested", code=ErrorCode.MALFORMED)
                 data = bytearray(piece.length)
                 connection.receive_into(memoryview(data))
             except Unavailable:
                 self._lines.drop(address)
                 raise
         if checksum_function(algorithm_of(piece.algorithm))(memoryview(data)) != piece.crc:
-            raise Corrupt("A piece arrived with another checksum than it was sent with.")
+            raise Corrupt("A piece is damaged: it arrived with a different checksum.")
         return data
 
 

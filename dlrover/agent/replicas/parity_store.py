@@ -113,7 +113,7 @@ class ParityStore:
         piece = bytearray(header.length)
         connection.receive_into(memoryview(piece))
         if checksum_function(algorithm_of(header.algorithm))(memoryview(piece)) != header.crc:
-            raise Rejected("A piece arrived with another checksum than it was sent with.", code=ErrorCode.CORRUPT)
+            raise Rejected("A piece is damaged: it arrived with a different checksum.", code=ErrorCode.CORRUPT)
         with file.lock:
             if header.column not in file.arrived:
                 try:
@@ -134,10 +134,10 @@ class ParityStore:
                 growing = self._growing.get(place)
                 newest = max((file.age for file in (*self._whole.get(place, ()), growing) if file), default=age)
                 if newest > age:
-                    raise Rejected("The group has gone on to a newer save.", code=ErrorCode.SUPERSEDED)
+                    raise Rejected("The group already protects a newer save.", code=ErrorCode.SUPERSEDED)
                 left = ends_at - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
-                    raise Rejected("The parity is not whole yet.", code=ErrorCode.NOT_YET)
+                    raise Rejected("The parity is not complete yet.", code=ErrorCode.NOT_YET)
 
     def give(self, connection: PeerConnection, request: PullPiece) -> None:
         place = (request.lane, request.stripe, request.row)
@@ -148,7 +148,7 @@ class ParityStore:
                 if (file.held.attempt, file.held.made_in) == (request.attempt, request.made_in)
             ]
         if not found or not 0 <= request.length <= MOST_PULLED_BYTES or request.start < 0:
-            raise Rejected("That parity is not here any more.", code=ErrorCode.NOT_HERE)
+            raise Rejected("This node does not hold that parity any more.", code=ErrorCode.NOT_HERE)
         descriptor = os.open(found[0].path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             data = os.pread(descriptor, request.length, HEAD_BYTES + request.start)
@@ -163,7 +163,7 @@ class ParityStore:
     def _file_for(self, header: PieceHeader) -> ParityFile:
         """The one that grows, begun anew for a newer save. Raises Rejected for what is old or here already."""
         if self._home is None:
-            raise Rejected("This node is in no round yet.", code=ErrorCode.NOT_YET)
+            raise Rejected("This node has not joined a round yet.", code=ErrorCode.NOT_YET)
         held = _held_of(header)
         place = _place(held)
         file = ParityFile(self._home / f"{_stem(held)}.growing", held)
@@ -171,15 +171,15 @@ class ParityStore:
             growing, whole = self._growing.get(place), self._whole.get(place, [])
             newest = max([each.age for each in (*whole, *((growing,) if growing else ()))], default=(-1, -1, -1))
             if any((each.held.attempt, each.age) == (held.attempt, file.age) for each in whole):
-                raise Rejected("That parity is whole.", code=ErrorCode.HAVE_IT)
+                raise Rejected("This node already holds all of that parity.", code=ErrorCode.HAVE_IT)
             if growing is not None and (growing.held.attempt, growing.age) == (held.attempt, file.age):
                 if header.column in growing.arrived:
-                    raise Rejected("That piece is here.", code=ErrorCode.HAVE_IT)
+                    raise Rejected("This node already holds that piece.", code=ErrorCode.HAVE_IT)
                 if growing.held.num_data != held.num_data:
-                    raise Rejected("The members do not agree on the group.", code=ErrorCode.MALFORMED)
+                    raise Rejected("The members of the group use different group sizes.", code=ErrorCode.MALFORMED)
                 return growing
             if file.age <= newest:
-                raise Rejected("A newer save has been protected since.", code=ErrorCode.STALE_GENERATION)
+                raise Rejected("This node already protects a newer save.", code=ErrorCode.STALE_GENERATION)
             if growing is not None:
                 growing.path.unlink(missing_ok=True)
             for old in whole[:-1]:
@@ -260,10 +260,10 @@ def _check(header: PieceHeader) -> None:
     numbers = (header.row, header.stripe, header.column, header.num_data)
     is_sane = all(0 <= number < LARGEST_GROUP for number in numbers) and 0 <= header.lane < _MOST_LANES
     if not is_sane or header.column >= header.num_data or header.image_bytes < 1:
-        raise Rejected("A piece of an impossible group.", code=ErrorCode.MALFORMED)
+        raise Rejected("The piece names a group that cannot exist.", code=ErrorCode.MALFORMED)
     begin, end = piece_range(header.image_bytes, header.num_data, header.column)
     if header.length != end - begin or not re.fullmatch(r"[0-9A-Za-z_-]{1,100}", header.attempt):
-        raise Rejected("A piece of another length than its image has.", code=ErrorCode.MALFORMED)
+        raise Rejected("The length of the piece does not fit its image.", code=ErrorCode.MALFORMED)
 
 
 def _held_of(header: PieceHeader) -> HeldParity:

@@ -113,7 +113,7 @@ class ReplicaStore:
                 if isinstance(error, Unavailable) and error.retry_after is None:
                     raise
                 code = error.code if isinstance(error, Rejected | Unavailable) else ErrorCode.INTERNAL
-                log.info("a peer's request was refused: %s", error)
+                log.info("a request of another node was rejected: %s", error)
                 connection.send(Refused(code=code, message=str(error)))
                 if isinstance(request, SlotHeader):
                     return  # its bytes may be on their way: they are not messages
@@ -140,13 +140,16 @@ class ReplicaStore:
     def _check(self, round_: Round) -> None:
         if round_ < self.round:
             raise Rejected(
-                f"The peer is in round {round_}, this node in round {self.round}.", code=ErrorCode.STALE_ROUND
+                f"The other node is in round {round_}, but this node is in round {self.round}.",
+                code=ErrorCode.STALE_ROUND,
             )
 
     def _give(self, connection: PeerConnection, request: PullSlot) -> None:
         found = None if self._holdings is None else self._holdings.pin(request.shard, request.attempt)
         if found is None:
-            raise Rejected(f"Shard {request.shard} of that save is not here any more.", code=ErrorCode.NOT_HERE)
+            raise Rejected(
+                f"This node does not hold shard {request.shard} of that save any more.", code=ErrorCode.NOT_HERE
+            )
         pinned, about = found
         try:
             send_slot(connection, pinned, about, self.round)
@@ -155,14 +158,14 @@ class ReplicaStore:
 
     def _take(self, connection: PeerConnection, header: SlotHeader) -> None:
         if self._holdings is None:
-            raise Rejected("This node is in no round yet.", code=ErrorCode.NOT_YET)
+            raise Rejected("This node has not joined a round yet.", code=ErrorCode.NOT_YET)
         geometry = geometry_of(header)
         record, sums = read_transfer(header.record, header.sums, geometry)
         geometry = Geometry(num_slots=NUM_COPIES, meta_bytes=geometry.meta_bytes, data_bytes=geometry.data_bytes)
         home, path = self._holdings.home, copy_path(self._holdings.home, header.shard, header.sequence)
         with self._taking:
             if header.shard in self._in_work:
-                raise Rejected(f"A copy of shard {header.shard} is arriving already.", code=ErrorCode.BUSY)
+                raise Rejected(f"Another copy of shard {header.shard} is arriving already.", code=ErrorCode.BUSY)
             slot = self._choose_slot(header, record, path)
             self._in_work.add(header.shard)
         try:
@@ -186,8 +189,8 @@ class ReplicaStore:
             return 0
         if (record.round, record.generation) <= (newest.round, newest.generation):
             raise Rejected(
-                f"Generation {record.generation} of round {record.round} of shard {header.shard}: generation "
-                f"{newest.generation} of round {newest.round} is here already.",
+                f"This node already holds generation {newest.generation} of round {newest.round} of shard "
+                f"{header.shard}, so generation {record.generation} of round {record.round} is not needed.",
                 code=ErrorCode.STALE_GENERATION,
             )
         if record.generation <= newest.generation:
@@ -231,7 +234,9 @@ class _Images:
         holdings = self._store.holdings
         found = None if holdings is None else holdings.pin(request.shard, request.attempt)
         if found is None:
-            raise Rejected(f"Shard {request.shard} of that save is not here any more.", code=ErrorCode.NOT_HERE)
+            raise Rejected(
+                f"This node does not hold shard {request.shard} of that save any more.", code=ErrorCode.NOT_HERE
+            )
         self._pinned, about = found
         self._image = Image(self._pinned, about)
         self._key = (request.shard, request.attempt)

@@ -145,7 +145,7 @@ class PeerConnection:
         body = bytearray(length)
         self.receive_into(memoryview(body))
         if zlib.crc32(body) != crc:
-            raise Rejected("a message arrived with another checksum than it was sent with", code=ErrorCode.CORRUPT)
+            raise Rejected("a message is damaged: it arrived with a different checksum", code=ErrorCode.CORRUPT)
         try:
             message = _DECODER.decode(body)
         except msgspec.MsgspecError as error:
@@ -153,7 +153,9 @@ class PeerConnection:
         if isinstance(message, Refused):
             raise Rejected(message.message or message.code, code=message.code)
         if not isinstance(message, kinds):
-            raise Rejected(f"{type(message).__name__} was not to come now", code=ErrorCode.MALFORMED)
+            raise Rejected(
+                f"unexpected message {type(message).__name__} in this state of the transfer", code=ErrorCode.MALFORMED
+            )
         return message
 
     def await_consent(self) -> None:
@@ -192,7 +194,7 @@ class PeerConnection:
             except OSError as error:
                 raise _lost(error) from error
             if not count:
-                raise Unavailable("the peer closed the connection")
+                raise Unavailable("the other node closed the connection")
             done += count
 
     def close(self) -> None:
@@ -223,20 +225,24 @@ def connect(
         if tls is not None:
             sock = _client_context(tls).wrap_socket(sock, server_hostname=place.host)
     except OSError as error:
-        raise Unavailable(f"no agent answers at {address}: {error}") from error
+        raise Unavailable(f"No agent answers at {address}: {error}") from error
     connection = PeerConnection(sock, deadline=deadline, stall=stall)
     try:
         challenge = connection.receive(Challenge)
         if challenge.version != PEER_PROTOCOL:
             raise Rejected(
-                f"the agent at {address} speaks version {challenge.version}, not {PEER_PROTOCOL}",
+                f"the agent at {address} uses version {challenge.version} of the protocol, and this agent uses "
+                f"{PEER_PROTOCOL}. Install the same version of dlrover on all nodes",
                 code=ErrorCode.VERSION,
             )
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.send(Proof(nonce=nonce, mac=secret.mac(b"caller", challenge.nonce, nonce)))
         welcome = connection.receive(Welcome)
         if not hmac.compare_digest(welcome.mac, secret.mac(b"called", challenge.nonce, nonce)):
-            raise Rejected(f"the agent at {address} does not know this job's token", code=ErrorCode.BAD_TOKEN)
+            raise Rejected(
+                f"the agent at {address} has another job token. Give all nodes of the job the same token",
+                code=ErrorCode.BAD_TOKEN,
+            )
     except BaseException:
         connection.close()
         raise
@@ -314,7 +320,7 @@ class PeerServer:
         with self._lock:
             self._open.add(caller)
         try:
-            with logged(log, "bug while a peer was served"):
+            with logged(log, "bug in DLRover while another node was served"):
                 self._talk(caller)
         finally:
             with self._lock:
@@ -330,7 +336,7 @@ class PeerServer:
         except (OSError, Unavailable) as error:
             log.debug("a peer's connection ended: %s", error)
         except Rejected as error:
-            log.warning("a peer was refused: %s", error)
+            log.warning("a request of another node was rejected: %s", error)
 
     def _prove_each_other(self, caller: Caller) -> PeerConnection | None:
         """None: it is a stranger. Raises OSError and Unavailable."""
@@ -345,7 +351,12 @@ class PeerServer:
         except Rejected as error:
             if self._refusals.now():
                 reason = str(error)[:MAX_REASON]
-                log.warning("strangers refused num=%d newest=%s reason=%r", self._refusals.num, caller.address, reason)
+                log.warning(
+                    "connections without the job token rejected num=%d newest=%s reason=%r",
+                    self._refusals.num,
+                    caller.address,
+                    reason,
+                )
             return None
         self._handshakes.succeed(caller)
         proven = PeerConnection(caller.socket, deadline=time.monotonic() + self._patience, stall=self._stall)
@@ -354,7 +365,7 @@ class PeerServer:
 
     def _serve_peer(self, connection: PeerConnection) -> None:
         if not self._slots.acquire(blocking=False):
-            raise Unavailable(f"{MAX_CONNECTIONS} other nodes are served already")
+            raise Unavailable(f"this node already serves {MAX_CONNECTIONS} other nodes")
         try:
             self._serve(connection)
         finally:
@@ -365,8 +376,8 @@ class PeerServer:
         connection.send(Challenge(nonce=nonce))
         proof = connection.receive(Proof)
         if not hmac.compare_digest(proof.mac, self._secret.mac(b"caller", nonce, proof.nonce)):
-            connection.send(Refused(code=ErrorCode.BAD_TOKEN, message="The caller does not know this job's token."))
-            raise Rejected("the caller does not know this job's token", code=ErrorCode.BAD_TOKEN)
+            connection.send(Refused(code=ErrorCode.BAD_TOKEN, message="The caller does not have this job's token."))
+            raise Rejected("the caller does not have this job's token", code=ErrorCode.BAD_TOKEN)
         connection.send(Welcome(mac=self._secret.mac(b"called", nonce, proof.nonce)))
 
 
@@ -384,13 +395,14 @@ def _listen(host: str, ports: tuple[int, ...]) -> socket.socket:
             return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
         except OSError as trouble:
             error = trouble
-    raise error or OSError(f"HOST_PORTS names {len(ports)} ports, which the workers need")
+    raise error or OSError(f"HOST_PORTS lists only {len(ports)} ports, and the workers need all of them. Add a port")
 
 
 def _server_context(tls: TlsConfig) -> ssl.SSLContext:
     if not (tls.cert and tls.key):
         raise ConfigError(
-            "snapshots cannot be exchanged with other nodes: the job uses TLS and this node has no certificate"
+            "snapshots cannot be exchanged with other nodes: the job uses TLS, but this node has no "
+            "certificate. Give --tls-cert and --tls-key"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tls.cert, tls.key)
@@ -409,5 +421,5 @@ def _client_context(tls: TlsConfig) -> ssl.SSLContext:
 
 def _lost(error: OSError) -> Unavailable:
     if isinstance(error, TimeoutError):
-        return Unavailable("the peer says nothing")
-    return Unavailable(f"the connection to the peer broke: {error}")
+        return Unavailable("the other node sent nothing within the time limit")
+    return Unavailable(f"the connection to the other node broke: {error}")

@@ -129,7 +129,7 @@ def _write(path: str, text: str) -> None:
         with open(path, "w") as file:
             file.write(text)
     except OSError as error:
-        _log.warning("%s cannot be written: %s; the processes are killed one by one.", path, error.strerror)
+        _log.warning("%s cannot be written (%s), so processes are killed one by one.", path, error.strerror)
 
 
 def _is_populated(path: str) -> bool:

@@ -67,7 +67,7 @@ async def take_last_breath(survivors: Sequence[Survivor], *, limit: float = LIMI
     if talk.is_saved:
         _log.info("last step saved step=%d seconds=%.3f", talk.plan.step, time.monotonic() - began_at)
     else:
-        _log.warning("The last step is not saved (%s): the job goes back to its newest snapshot.", talk.doubt)
+        _log.warning("The last step was not saved (%s). The job restores its newest snapshot.", talk.doubt)
     await asyncio.wait([survivor.exit for survivor in live.values()], timeout=_LEAVE)
     return talk.plan if talk.is_saved else Plan(talk.plan.step, (), talk.doubt)
 

@@ -94,7 +94,9 @@ class WorkerFiles:
             if raw:
                 parts.append((name, raw))
         if not parts:
-            return "", "nothing yet, or it prints straight to the console: start the job with --tee 3 to keep a log"
+            return "", (
+                "no output yet, or the worker prints straight to the console. To keep a log, start the job with --tee 3"
+            )
         share = max_bytes // len(parts)
         texts = [raw[-share:].decode("utf-8", "replace") for _, raw in parts]
         if len(parts) == 1:
@@ -164,7 +166,7 @@ class WorkerOutput:
         """The last that a worker of now printed, and where that comes from. Reads files: not for the event loop."""
         files = next((each for each in self._current if each.local_rank == local_rank), None)
         if files is None:
-            return "", "its streams are not open now"
+            return "", "this worker's output is not open now"
         return files.tails(max(0, min(max_bytes, TAIL_BYTES)))
 
     async def drain(self, files: WorkerFiles) -> None:
@@ -218,7 +220,7 @@ class WorkerOutput:
             used = self._pump.seconds_passing_on() - used_before
             left = min(self._patience - used, ends_at - loop.time())
             if left <= 0:
-                _log.warning("The rest of the workers' output is not copied: the console does not accept more.")
+                _log.warning("The rest of the workers' output is lost, because the console accepts no more.")
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):

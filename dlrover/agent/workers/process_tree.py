@@ -198,7 +198,7 @@ class ProcessTree:
         assert pid not in self._watched, f"pid {pid} is watched already"
         process = look_up(pid)
         if process is None or process.parent_pid != os.getpid():
-            raise ProcessLookupError(errno.ESRCH, f"pid {pid} is no child of ours")
+            raise ProcessLookupError(errno.ESRCH, f"process {pid} is not a child of this agent")
         descriptor = open_pidfd(pid)
         watch = _Watch(process, descriptor, self._loop.create_future(), self._loop.create_future())
         watch.unneeded_ports = unneeded_ports
@@ -218,7 +218,11 @@ class ProcessTree:
         try:
             return None if page is None else DeathNotice(*page, tell)
         except OSError as error:
-            _log.info("the death of pid %d is told by its pidfd alone: %s", watch.process.pid, error.strerror)
+            _log.info(
+                "No death notice for pid %d; the agent notices its end when the kernel has freed its memory: %s",
+                watch.process.pid,
+                error.strerror,
+            )
             return None
 
     def _on_notice(self, watch: _Watch) -> None:
@@ -267,7 +271,10 @@ class ProcessTree:
             waited, held = ending, {pid: held[pid] or "its memory" for pid in ending}
         if not waited:
             return
-        _log.info("new workers wait for %s", "; ".join(f"pid {pid}: {held[pid]}" for pid in waited))
+        _log.info(
+            "new workers wait until these processes have ended: %s",
+            "; ".join(f"pid {pid}: {held[pid]}" for pid in waited),
+        )
         await asyncio.wait([watch.freed for watch in waited.values()], timeout=_KILL_DEADLINE)
 
     def _collect(self, watch: _Watch) -> None:
@@ -446,7 +453,7 @@ class ProcessTree:
             if left <= 0:
                 stuck = ", ".join(f"{process.pid} ({process.state})" for process in remaining)
                 _log.error(
-                    "SIGKILL has not ended these processes within %g s: %s. They may wait for a device.",
+                    "These processes still exist %g s after SIGKILL: %s. They may wait inside the kernel for a device.",
                     deadline,
                     stuck,
                 )

@@ -183,7 +183,7 @@ class WorkerSocket:
                         self._pass_on(news, writer)
                 case AskMaster() as ask:
                     if len(asked) >= MAX_ASKED:
-                        text = f"This worker waits for {MAX_ASKED} answers already."
+                        text = f"This worker already waits for {MAX_ASKED} answers."
                         _send(writer, MasterRefusal(id=ask.id, code=ErrorCode.TOO_MANY_WAITING, message=text))
                         continue
                     task = asyncio.create_task(self._ask(hello, ask, writer))
@@ -217,12 +217,13 @@ class WorkerSocket:
 
     def _checked(self, hello: Hello | None, request: WorkerRequest) -> WorkerRequest:
         if hello is None:
-            raise Rejected("Say hello first: who asks?", code=ErrorCode.MALFORMED)
+            raise Rejected("The first message on this socket must be `Hello`.", code=ErrorCode.MALFORMED)
         named_round = getattr(request, "round", Round(0))  # what concerns the whole job names none
         if hello.round != self._round or named_round not in (0, hello.round):
             raise Rejected(
-                f"A worker of round {hello.round} asks for round {named_round}; this node runs round {self._round}. "
-                "Workers of former rounds, and in the name of other rounds, are not heard.",
+                f"A worker of round {hello.round} sent a request for round {named_round}, and this node runs "
+                f"round {self._round}. Requests are accepted only from workers of the running round, and only "
+                "for that round.",
                 code=ErrorCode.STALE_ROUND,
             )
         is_named = isinstance(request, JoinSync | DataCommand)  # of that worker: it cannot speak for another
@@ -230,7 +231,7 @@ class WorkerSocket:
 
 
 async def _refuse(request: WorkerRequest, *, timeout: float) -> Reply:
-    raise Unavailable("the agent has not begun to speak to the master yet")
+    raise Unavailable("the agent is not connected to the master yet")
 
 
 def _send(writer: asyncio.StreamWriter, message: AgentMessage | TrainerNews) -> None:

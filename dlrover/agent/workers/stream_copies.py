@@ -53,7 +53,9 @@ class Sink:
         try:
             write_all(self.file.fileno(), data)
         except OSError as error:
-            _log.warning("%s can no longer be written (%s); training goes on without it.", self.path, error.strerror)
+            _log.warning(
+                "%s can no longer be written (%s). Training continues without this log.", self.path, error.strerror
+            )
             file, self.file = self.file, None
             with contextlib.suppress(OSError):  # for the same reason, which has been told
                 file.close()
@@ -286,12 +288,14 @@ class Pump:
         with self._lock:
             calls, self._calls = self._calls, []
         for call in calls:
-            text = "bug in dlrover: copying the workers' output failed; some lines may be missing from their logs"
+            text = (
+                "Copying the workers' output failed because of a bug in DLRover. Lines may be missing from their logs."
+            )
             with logged(_log, text):  # a bug in one request must not end the thread
                 call()
 
     def _copy(self, copy: Copy, at_most: int = 64) -> None:
-        with logged(_log, "a stream of the workers' cannot be read any more"):
+        with logged(_log, "the output of a worker cannot be read any more"):
             self._read(copy, at_most)
             return
         self._end(copy)
@@ -315,7 +319,7 @@ class Pump:
             return  # still read: the worker would end by a closed pipe
         if copy.before is not None:
             self._copy(copy.before)  # what it had written before it changed over
-        with logged(_log, "bug in the copying of the workers' output: the rest of a stream is not shown"):
+        with logged(_log, "The rest of a worker's output is not shown because of a bug in DLRover."):
             with self._timed():
                 copy.take(data)
             self._note_held(copy)
@@ -329,7 +333,7 @@ class Pump:
             self._selector.unregister(copy.descriptor)
         os.close(copy.descriptor)
         copy.descriptor = -1
-        with logged(_log, "bug at the end of a stream of the workers'"), self._timed():
+        with logged(_log, "bug in DLRover at the end of a worker's output"), self._timed():
             copy.finish()
         self._note_held(copy)
 

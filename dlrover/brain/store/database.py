@@ -32,7 +32,7 @@ _MIGRATIONS = Path(__file__).parent / "migrations"
 def database_url(url_file: str, sqlite_file: str, environ: Mapping[str, str]) -> URL:
     """The given file with a URL, the given SQLite file, the environment, else the SQLite file of this user. Raises ConfigError."""
     if url_file and sqlite_file:
-        raise ConfigError("--database-url-file and --sqlite each name a database. Give one of them.")
+        raise ConfigError("--database-url-file and --sqlite both name a database. Give only one of them.")
     url_file = url_file or ("" if sqlite_file else environ.get(URL_FILE_VARIABLE, ""))
     if url_file:
         try:
@@ -124,15 +124,15 @@ def check_version(engine: Engine) -> None:
         return
     where = shown_url(engine.url)
     if not found:
-        raise ConfigError(f"The database {where} has no tables of Brain. Make them with: dlrover brain migrate")
+        raise ConfigError(f"The database {where} has no tables of Brain. Create them with: dlrover brain migrate")
     if found in _known_versions():
         raise ConfigError(
-            f"The tables of {where} have version {found}, and this dlrover needs {needed}. "
-            "Stop every Brain on this database and run: dlrover brain migrate"
+            f"The tables of {where} have version {found}, but this dlrover needs {needed}. Stop every Brain on "
+            "this database and run: dlrover brain migrate"
         )
     raise ConfigError(
-        f"The tables of {where} have version {found}, and this dlrover knows versions up to {needed}. "
-        "A newer dlrover made them. Upgrade dlrover here: pip install --upgrade 'dlrover[brain]'"
+        f"A newer dlrover made the tables of {where}: they have version {found}, and this dlrover supports "
+        f"versions up to {needed}. Upgrade dlrover here: pip install --upgrade 'dlrover[brain]'"
     )
 
 

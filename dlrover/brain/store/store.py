@@ -75,7 +75,7 @@ class BrainStore:
     def put(self, change: Change[T]) -> Future[T]:
         """The same for those who do not wait. Changes are made in the order in which they come."""
         if self._is_closed or self._waiting.qsize() >= MOST_WAITING:
-            raise Unavailable("The store has more to write than it can. Come again later.", BUSY_PAUSE)
+            raise Unavailable("Brain's store is overloaded. Try again later.", BUSY_PAUSE)
         future: Future[T] = Future()
         self._waiting.put((change, future))
         return future

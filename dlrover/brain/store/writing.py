@@ -264,9 +264,7 @@ def job_to_write(connection: Connection, tenant: str, job: JobRef) -> RowMapping
 
 def check_secret(known: RowMapping, job: JobRef) -> None:
     if not hmac.compare_digest(known["secret_hash"], hash_of(job.secret)):
-        raise Rejected(
-            f"The secret of the job {job.uid!r} is not the one that it began with. Another job has this uid."
-        )
+        raise Rejected(f"The secret of the job {job.uid!r} differs from its first one. Another job uses the same uid.")
 
 
 def hash_of(text: str) -> str:

@@ -35,15 +35,32 @@ app = typer.Typer(
 )
 
 UrlFile = Annotated[
-    str, typer.Option("--database-url-file", help="File with the database's URL (DLROVER_BRAIN_DATABASE_URL_FILE).")
+    str,
+    typer.Option(
+        "--database-url-file", help="File that holds the URL of the database (DLROVER_BRAIN_DATABASE_URL_FILE)."
+    ),
 ]
-SqliteFile = Annotated[str, typer.Option("--sqlite", help="SQLite file instead (that of this user).")]
+SqliteFile = Annotated[
+    str, typer.Option("--sqlite", help="SQLite file to use as the database. Default: a file of this user.")
+]
 Address = Annotated[
     str, typer.Option("--brain", help="Brain's HOST:PORT (DLROVER_BRAIN_SERVICE_ADDR, else 127.0.0.1:50001).")
 ]
-TokenFile = Annotated[str, typer.Option("--brain-token-file", help="File with a token (DLROVER_BRAIN_TOKEN_FILE).")]
-CaFile = Annotated[str, typer.Option("--brain-ca", help="Certificate of Brain's authority; switches TLS on.")]
-Tenant = Annotated[str, typer.Option("--tenant", help="Of another tenant, with an admin's token; * for all.")]
+TokenFile = Annotated[
+    str, typer.Option("--brain-token-file", help="File that holds a Brain token (DLROVER_BRAIN_TOKEN_FILE).")
+]
+CaFile = Annotated[
+    str,
+    typer.Option(
+        "--brain-ca", help="CA certificate (PEM) that Brain's certificate must come from. Giving it switches TLS on."
+    ),
+]
+Tenant = Annotated[
+    str,
+    typer.Option(
+        "--tenant", help="Show the data of this tenant instead of your own; * for all tenants. Needs an admin's token."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")]
 RunDays = Annotated[float, typer.Option("--run-days", help="Days for which runs and ends of nodes are kept.", min=0.01)]
 JobDays = Annotated[float, typer.Option("--job-days", help="Days for which jobs are kept.", min=0.01)]
@@ -56,10 +73,14 @@ def serve(
         str, typer.Option("--host", help="Address to listen on. Any other than loopback needs tokens.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", help="For masters and commands; 0: any free one.", min=0, max=65535)
+        int, typer.Option("--port", help="Port for masters and commands; 0: any free port.", min=0, max=65535)
     ] = 50001,
     http_port: Annotated[
-        str, typer.Option("--http-port", help="For people and the historical forms; `none`: no such port.")
+        str,
+        typer.Option(
+            "--http-port",
+            help="HTTP port for browsers and for clients of the original Brain; `none`: open no such port.",
+        ),
     ] = "8000",
     cert: Annotated[str, typer.Option("--tls-cert", help="PEM certificate; switches TLS on, with --tls-key.")] = "",
     key: Annotated[str, typer.Option("--tls-key", help="PEM key of the certificate.")] = "",
@@ -69,7 +90,7 @@ def serve(
     job_days: JobDays = 400.0,
     plan_days: PlanDays = 400.0,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. A new SQLite file gets its tables; any other database needs `dlrover brain migrate` first."""
+    """Run Brain until SIGTERM or Ctrl-C. A new SQLite file gets its tables; any other database needs `dlrover brain migrate` first."""
     _need_extra()
     from dlrover.brain.config import RetentionTerms, ServiceTerms
 
@@ -109,7 +130,7 @@ async def _serve(engine: Engine, terms: ServiceTerms) -> None:
 
 @app.command(name="migrate")
 def migrate_tables(database_url_file: UrlFile = "", sqlite: SqliteFile = "") -> None:
-    """Make the tables of a database, or bring them to this version. Stop every Brain on it first."""
+    """Create the tables of a database, or upgrade them to this version. Stop every Brain on the database first."""
     _need_extra()
     from dlrover.brain.store.database import migrate, shown_url
 
@@ -125,8 +146,10 @@ def migrate_tables(database_url_file: UrlFile = "", sqlite: SqliteFile = "") -> 
 
 @app.command()
 def jobs(
-    name: Annotated[str, typer.Option("--name", help="Only jobs of this name.")] = "",
-    most: Annotated[int, typer.Option("--limit", help="So many, the newest.", min=1, max=500)] = 50,
+    name: Annotated[str, typer.Option("--name", help="Show only jobs of this name.")] = "",
+    most: Annotated[
+        int, typer.Option("--limit", help="Show at most this many, the newest first.", min=1, max=500)
+    ] = 50,
     tenant: Tenant = "",
     brain: Address = "",
     token_file: TokenFile = "",
@@ -149,15 +172,19 @@ def jobs(
 
 @app.command()
 def job(
-    uid: Annotated[str, typer.Argument(help="Uid of the job, or its name: then the newest of this name.")],
-    most: Annotated[int, typer.Option("--limit", help="So many runs and plans, the newest.", min=1, max=500)] = 100,
+    uid: Annotated[
+        str, typer.Argument(help="Uid of the job, or its name. A name stands for the newest job of that name.")
+    ],
+    most: Annotated[
+        int, typer.Option("--limit", help="Show at most this many runs and plans, the newest first.", min=1, max=500)
+    ] = 100,
     tenant: Tenant = "",
     brain: Address = "",
     token_file: TokenFile = "",
     ca: CaFile = "",
     is_json: Json = False,
 ) -> None:
-    """Show a job: its runs, what was planned, what each plan expected and what came."""
+    """Show a job: its runs and its plans, each with the expected and the measured speed."""
     from dlrover.cli.brain.asking import as_json, ask_for_job
     from dlrover.cli.brain.shown import job_page
 
@@ -172,14 +199,16 @@ def job(
 
 @app.command()
 def plans(
-    most: Annotated[int, typer.Option("--limit", help="So many, the newest.", min=1, max=500)] = 50,
+    most: Annotated[
+        int, typer.Option("--limit", help="Show at most this many, the newest first.", min=1, max=500)
+    ] = 50,
     tenant: Tenant = "",
     brain: Address = "",
     token_file: TokenFile = "",
     ca: CaFile = "",
     is_json: Json = False,
 ) -> None:
-    """List plans, the newest first: what was expected, and what came."""
+    """List plans, the newest first, each with the expected and the measured speed."""
     from dlrover.cli.brain.asking import as_json, ask
     from dlrover.cli.brain.shown import plan_table
     from dlrover.protocol.messages.brain import PlanList, PlansAsked
@@ -195,20 +224,32 @@ def plans(
 
 @app.command()
 def settings(
-    set_: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE for the entry --entry; repeat it.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Value to set in the entry --entry, as KEY=VALUE; may be given again."),
+    ] = None,
     entry: Annotated[
-        int, typer.Option("--entry", help="Position of an entry; the first that fits a job counts.", min=1)
+        int,
+        typer.Option(
+            "--entry", help="Number of the entry to change. Brain uses the first entry that fits a job.", min=1
+        ),
     ] = 1,
     include: Annotated[
         list[str] | None,
-        typer.Option("--include", help="user=a,b: only such jobs. Keys: user, namespace, cluster, app, tenant."),
+        typer.Option(
+            "--include",
+            help="The entry is only for these jobs, for example user=a,b. Keys: user, namespace, cluster, app, tenant.",
+        ),
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", help="The same: not such jobs.")] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", help="The entry is not for these jobs. The form is that of --include."),
+    ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the entry --entry.")] = False,
     database_url_file: UrlFile = "",
     sqlite: SqliteFile = "",
 ) -> None:
-    """Show the settings of jobs, or write an entry: parameters of the algorithms and other values, for the jobs that its scopes fit."""
+    """Show the settings for jobs, or change an entry. An entry has parameters of the algorithms and other values, and the jobs that it is for."""
     _need_extra()
     from dlrover.brain.settings import change_setting, remove_setting, warnings_about
     from dlrover.brain.store.reading import find_settings
@@ -237,22 +278,30 @@ def settings(
 
 @app.command()
 def tenants(
-    action: Annotated[str, typer.Argument(help="list, add or remove.")] = "list",
-    name: Annotated[str, typer.Argument(help="Of the tenant, to add or remove a token.")] = "",
+    action: Annotated[str, typer.Argument(help="What to do: list, add or remove.")] = "list",
+    name: Annotated[str, typer.Argument(help="Name of the tenant whose token you add or remove.")] = "",
     role: Annotated[
         str,
-        typer.Option("--role", help="Of the token: job, reader, admin or monitor. To remove: all, if it is not given."),
+        typer.Option(
+            "--role",
+            help="Role of the token: job, reader, admin or monitor. `remove` without --role removes the tokens of all "
+            "roles.",
+        ),
     ] = "",
     token_file: Annotated[
-        str, typer.Option("--token-file", help="A new file for the new token, else it is printed.")
+        str,
+        typer.Option(
+            "--token-file",
+            help="Write the new token to this file, which must not exist. Without it the command prints the token.",
+        ),
     ] = "",
     row_limit: Annotated[
-        int | None, typer.Option("--row-limit", help="Runs that are kept of this tenant; 0: any number.", min=0)
+        int | None, typer.Option("--row-limit", help="Keep at most this many runs of the tenant; 0: no limit.", min=0)
     ] = None,
     database_url_file: UrlFile = "",
     sqlite: SqliteFile = "",
 ) -> None:
-    """List tenants, give one a token, or remove its tokens. The database keeps the hash of a token alone."""
+    """List tenants, give a tenant a token, or remove a tenant's tokens. The database stores only the hash of a token."""
     _need_extra()
     from dlrover.brain.tenants import TokenRole, add_token, list_tenants, remove_tokens
     from dlrover.cli.brain.token_files import write_token
@@ -272,13 +321,13 @@ def tenants(
                 engine, lambda connection: add_token(connection, name, chosen, time.time(), row_limit=row_limit)
             )
             keep(token)
-        where = f"Its token is in {token_file}." if token_file else f"Its token, which is shown this once: {token}"
+        where = f"Its token is in {token_file}." if token_file else f"Its token: {token} (Brain cannot show it again.)"
         echo(f"Tenant {name} has a token with the role {chosen}. {where}")
     elif action == "remove":
         count = _change(engine, lambda connection: remove_tokens(connection, name, TokenRole(role) if role else None))
         if not count:
             raise ConfigError(f"Tenant {name} has no such token. `dlrover brain tenants` lists them.")
-        echo(f"{count} token{'' if count == 1 else 's'} of {name} removed; its jobs stay.")
+        echo(f"{count} token{('' if count == 1 else 's')} of {name} removed. The tenant's jobs are kept.")
     else:
         from rich.table import Table
 
@@ -291,7 +340,7 @@ def tenants(
         if rows:
             table_console().print(table)
         else:
-            typer.echo("There is no tenant. Brain then serves this machine alone, without tokens.")
+            typer.echo("There is no tenant. Brain serves only this machine, without tokens.")
 
 
 @app.command()
@@ -302,7 +351,7 @@ def prune(
     database_url_file: UrlFile = "",
     sqlite: SqliteFile = "",
 ) -> None:
-    """Delete what is older than is kept. A running Brain does that each hour."""
+    """Delete data that are older than the given numbers of days. A running Brain does so every hour."""
     _need_extra()
     from dlrover.brain.config import RetentionTerms
 

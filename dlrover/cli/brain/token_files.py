@@ -19,7 +19,8 @@ def write_token(path: str) -> Iterator[Callable[[str], None]]:
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise ConfigError(
-            f"--token-file {path}: {error.strerror}. Give a new file in a folder that can be written."
+            f"--token-file {path}: {error.strerror}. Name a file that does not exist yet, in a folder that you "
+            "can write to."
         ) from error
     with os.fdopen(number, "w", encoding="utf-8") as file:
         try:

@@ -30,16 +30,22 @@ Result = TypeVar("Result")
 
 app = typer.Typer(name="checkpoint", help="List, check, compare, convert and delete checkpoints.", no_args_is_help=True)
 
-Location = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them; a path or a URL.")]
+Location = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints; a path or a URL.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")]
 TrustPickle = Annotated[
-    bool, typer.Option("--trust-pickle", help="Unpickle everything: only for files whose writer you trust.")
+    bool,
+    typer.Option(
+        "--trust-pickle",
+        help="Unpickle whole files. Unpickling can run code, so give it only for files whose author you trust.",
+    ),
 ]
 
 
 @app.command()
 def ls(path: Location, is_json: Json = False) -> None:
-    """Show which checkpoints there are, and which of them are complete."""
+    """List the checkpoints, and tell which of them are complete."""
     from dlrover.cli.checkpoint.listing import list_checkpoints, open_place
 
     listing = _readable(lambda: list_checkpoints(open_place(path)))
@@ -49,7 +55,11 @@ def ls(path: Location, is_json: Json = False) -> None:
     console = table_console()
     console.print(_table(listing, time.time()))
     for name in listing.dangling:
-        console.print(f"{name} names {listing.trackers[name]!r}, which does not exist.", style="bold red", markup=False)
+        console.print(
+            f"The tracker {name} names {listing.trackers[name]!r}, but no such checkpoint exists.",
+            style="bold red",
+            markup=False,
+        )
     if listing.untracked is not None:
         console.print(
             f"dlrover_latest.txt is missing. A restore takes the newest complete checkpoint: step {listing.untracked}.",
@@ -61,11 +71,13 @@ def ls(path: Location, is_json: Json = False) -> None:
 @app.command()
 def verify(
     path: Location,
-    step: Annotated[int | None, typer.Option("--step", help="Only this step's checkpoint.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes and manifests, read no data.")] = False,
+    step: Annotated[int | None, typer.Option("--step", help="Check only the checkpoint of this step.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Compare only sizes and manifests; do not read the data.")
+    ] = False,
     is_json: Json = False,
 ) -> None:
-    """Read every byte and compare it with what was written; exit code 1 names what is damaged."""
+    """Read every file and compare it with its checksum. Exit code 1: at least one file is damaged."""
     from dlrover.cli.checkpoint import verify as checkpoint_verify
     from dlrover.cli.checkpoint.listing import list_checkpoints, open_place
 
@@ -74,7 +86,9 @@ def verify(
     chosen = [each for each in listing.checkpoints if step is None or each.step == step]
     if not chosen:
         steps = sorted({each.step for each in listing.checkpoints if each.step is not None})
-        raise ConfigError(f"{path} holds no checkpoint of step {step}; there are steps {steps or 'none'}.")
+        raise ConfigError(
+            f"{path} holds no checkpoint of step {step}. It holds checkpoints of the steps {steps or 'none'}."
+        )
     total = sum(checkpoint_verify.bytes_to_read(place, each, is_quick=quick) for each in chosen)
     verdicts = []
     with _progress(total, is_shown=not is_json and not quick) as on_bytes:
@@ -92,20 +106,27 @@ def verify(
 
 @app.command()
 def diff(
-    one: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or a directory of them.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")],
+    one: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or a directory of checkpoints.")],
+    other: Annotated[
+        str, typer.Argument(metavar="B", help="The checkpoint, or directory of checkpoints, to compare A with.")
+    ],
     step: Annotated[
         int | None, typer.Option("--step", help="Step in A, if A is a directory of several checkpoints.")
     ] = None,
-    other_step: Annotated[int | None, typer.Option("--other-step", help="The same for B.")] = None,
+    other_step: Annotated[
+        int | None, typer.Option("--other-step", help="Step in B, if B is a directory of several checkpoints.")
+    ] = None,
     manifest_only: Annotated[
-        bool, typer.Option("--manifest-only", help="Compare names, shapes and file sums, without torch.")
+        bool,
+        typer.Option(
+            "--manifest-only", help="Compare only names, shapes and checksums from the manifests. Needs no torch."
+        ),
     ] = False,
-    limit: Annotated[int, typer.Option("--limit", help="Show so many differences; 0: all.", min=0)] = 50,
+    limit: Annotated[int, typer.Option("--limit", help="Show at most this many differences; 0: all.", min=0)] = 50,
     trust_pickle: TrustPickle = False,
     is_json: Json = False,
 ) -> None:
-    """Show which tensors were added, removed, or changed in shape or values; exit code 1 if any."""
+    """Show which tensors were added, removed, or changed in shape or values. Exit code 1: there are differences."""
     from dlrover.cli.checkpoint.diff import compare, compare_manifests
     from dlrover.cli.checkpoint.tensors import has_torch
 
@@ -124,12 +145,17 @@ def diff(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Torch file, safetensors file, or checkpoint.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="What to write; must not exist.")],
-    to: Annotated[str, typer.Option("--to", help="torch, safetensors or dcp; by default as TARGET's name says.")] = "",
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="File or directory to write. It must not exist.")],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="Form of TARGET: torch, safetensors or dcp. Not given: the name of TARGET says it."),
+    ] = "",
     step: Annotated[
         int | None, typer.Option("--step", help="Step in SOURCE, if it is a directory of several checkpoints.")
     ] = None,
-    tensors_only: Annotated[bool, typer.Option("--tensors-only", help="Leave behind what is no tensor.")] = False,
+    tensors_only: Annotated[
+        bool, typer.Option("--tensors-only", help="Leave out all values that are not tensors.")
+    ] = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Write a checkpoint in another form: torch file, safetensors, or torch's distributed checkpoint (DCP)."""
@@ -155,21 +181,29 @@ def convert(
 @app.command()
 def gc(
     path: Location,
-    keep_latest: Annotated[int | None, typer.Option("--keep-latest", help="Keep the newest N complete ones.")] = None,
-    keep_interval: Annotated[int | None, typer.Option("--keep-interval", help="Keep multiples of N.")] = None,
+    keep_latest: Annotated[
+        int | None, typer.Option("--keep-latest", help="Keep the newest N complete checkpoints.")
+    ] = None,
+    keep_interval: Annotated[
+        int | None, typer.Option("--keep-interval", help="Keep checkpoints whose step is a multiple of N.")
+    ] = None,
     older_than: Annotated[
         float,
         typer.Option("--older-than", help="Seconds without a change after which an unfinished save counts as failed."),
     ] = 3600.0,
     foreign: Annotated[
-        bool, typer.Option("--foreign", help="Also judge checkpoints without our manifest, as the original's.")
+        bool,
+        typer.Option(
+            "--foreign",
+            help="Apply the rules to checkpoints without a DLRover manifest too, such as those of the original DLRover.",
+        ),
     ] = False,
     yes: Annotated[
         bool, typer.Option("--yes", help="Delete the files. Without it the command only lists them.")
     ] = False,
     is_json: Json = False,
 ) -> None:
-    """Clear away checkpoints that the rules do not keep, and what dead attempts left. Deletes only with --yes."""
+    """Delete checkpoints that none of your rules keeps, and leftovers of unfinished saves. Without --yes it only lists them."""
     from rich.filesize import decimal
 
     from dlrover.cli.checkpoint import gc as checkpoint_gc
@@ -189,7 +223,7 @@ def gc(
     going = [choice for choice in choices if choice.is_going]
     total = sum(choice.found.size_bytes for choice in going)
     if not yes:
-        echo(f"{len(going)} would be deleted, {decimal(total)}; --yes does it.", err=is_json)
+        echo(f"{len(going)} would be deleted ({decimal(total)}). Give --yes to delete them.", err=is_json)
         return
     freed = checkpoint_gc.delete(place, choices)
     echo(f"deleted {decimal(freed)}", err=is_json)
@@ -254,7 +288,9 @@ def _show_differences(console: Console, found: Comparison, limit: int) -> None:
     from rich.text import Text
 
     if found.is_by_manifest:
-        console.print("compared by manifest: names, shapes and sums of files, no values", highlight=False)
+        console.print(
+            "Compared by manifest: names, shapes and checksums of files, but not the values.", highlight=False
+        )
     shown = found.differences[: limit or None]
     if shown:
         table = Table("change", "name", "A", "B", "largest difference")

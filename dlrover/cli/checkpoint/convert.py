@@ -34,7 +34,10 @@ def form_of(target: str) -> Form:
     if not suffix or target.endswith("/"):
         return Form.DCP
     known = ", ".join((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX))
-    raise ConfigError(f"{target}: its name does not say what to write ({known}, or none for DCP). Give --to.")
+    raise ConfigError(
+        f"The form of {target} is unknown. Its name must end in one of {known}, or have no ending for DCP. Or give "
+        "--to."
+    )
 
 
 def convert(
@@ -48,11 +51,14 @@ def convert(
 ) -> int:
     """Returns the bytes that were written."""
     if "://" in target:
-        raise ConfigError(f"{target}: the result is written to a local path; copy it from there.")
+        raise ConfigError(
+            f"{target} is a URL. This command writes to a local path only. Give a local path and copy the result "
+            "from there."
+        )
     target = os.path.abspath(target.rstrip("/"))
     if os.path.lexists(target):
         raise ConfigError(
-            f"{target} exists, and nothing is overwritten. Name something that is not there, or remove it."
+            f"{target} exists already, and this command overwrites nothing. Choose another target, or remove this one."
         )
     parent = os.path.dirname(target)
     if not os.path.isdir(parent):
@@ -82,8 +88,9 @@ def _tensors_of(state: Any, source: str, *, is_tensors_only: bool) -> dict[str, 
     others = [name for name, value in leaves.items() if not torch.is_tensor(value)]
     if others and not is_tensors_only:
         raise ConfigError(
-            f"{source} holds {len(others)} values that are no tensors, and safetensors cannot keep them: {', '.join(others[:8])}"
-            f"{', ...' if len(others) > 8 else ''}. Give --tensors-only to leave them behind."
+            f"{source} holds {len(others)} values that are not tensors, and a safetensors file can hold only "
+            f"tensors: {', '.join(others[:8])}{(', ...' if len(others) > 8 else '')}. Give --tensors-only to "
+            "leave them out."
         )
     if len(others) == len(leaves):
         raise ConfigError(f"{source} holds no tensors.")
@@ -104,7 +111,9 @@ def _write(state: Any, path: str, form: Form) -> None:
         save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, path)
     else:
         if not isinstance(state, dict):
-            raise ConfigError(f"A DCP checkpoint holds a dict of names; this is a {type(state).__name__}.")
+            raise ConfigError(
+                f"A DCP checkpoint must be a dict with names as keys. The source holds a {type(state).__name__}."
+            )
         from torch.distributed import checkpoint
 
         with warnings.catch_warnings():

@@ -116,7 +116,8 @@ class _Described:
         manifest = read_manifest(place, path) if place.is_directory(path) else None
         if manifest is None:
             raise ConfigError(
-                f"{path} has no manifest of ours, so without torch nothing can be said about it. Install it with: pip install torch"
+                f"{path} has no DLRover manifest, so this command needs torch to read it. Install it with: pip "
+                "install torch"
             )
         self.manifest: GlobalManifest = manifest
         self.tensors = self._read(place, path)

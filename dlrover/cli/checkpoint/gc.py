@@ -93,29 +93,29 @@ def _judge(
     names: dict[str, Found],
 ) -> tuple[bool, str]:
     if each.trackers:
-        return False, f"named by {', '.join(each.trackers)}"
+        return False, f"the tracker {', '.join(each.trackers)} names it"
     if each.state in _ATTEMPTS and not _is_only_copy(each, names):
         return _judge_leftover(each, rules, now)
     if each.is_whole and each.step is not None:
         if each.step == newest:
-            return False, "the newest complete one"
-        return (True, "not kept by any rule") if each.step in expendable else (False, "kept by the rules")
+            return False, "the newest complete checkpoint"
+        return (True, "none of your rules keeps it") if each.step in expendable else (False, "your rules keep it")
     if each.state is State.DAMAGED:
-        return False, "damaged: look at it with `verify`, delete it by hand"
+        return False, "damaged: check it with `dlrover checkpoint verify`, and delete it by hand"
     if _is_foreign(each) and rules.has_foreign:
         if tracked is None or each.step is None or each.step > tracked:
-            return False, "no tracker names a newer one"
-        return (True, "not kept by any rule") if each.step in expendable else (False, "kept by the rules")
-    return False, "not ours: no manifest"
+            return False, "no tracker names a newer checkpoint"
+        return (True, "none of your rules keeps it") if each.step in expendable else (False, "your rules keep it")
+    return False, "it has no DLRover manifest"
 
 
 def _judge_leftover(each: Found, rules: Rules, now: float) -> tuple[bool, str]:
     if each.saved_at is None:
-        return False, "its age is not known"
+        return False, "its age is unknown"
     age = now - each.saved_at
     if age < rules.leftover_age:
-        return False, f"written to {age:.0f} s ago: perhaps by a running job"
-    return True, "left by a dead attempt"
+        return False, f"last written {age:.0f} s ago: perhaps a running job still writes it"
+    return True, "an unfinished save left it"
 
 
 def _is_only_copy(each: Found, names: dict[str, Found]) -> bool:

@@ -153,9 +153,11 @@ def open_place(location: str) -> CheckpointPlace:
         if is_there and place.is_local and not os.access(place.location, os.R_OK):
             raise PermissionError
     except PermissionError as error:
-        raise ConfigError(f"{location} may not be read by this user. Ask its owner, or use another account.") from error
+        raise ConfigError(
+            f"You may not read {location}. Ask its owner for the right, or use another account."
+        ) from error
     except OSError as error:
-        raise ConfigError(f"{location} cannot be looked at: {error.strerror or error}.") from error
+        raise ConfigError(f"{location} cannot be listed: {error.strerror or error}.") from error
     if not is_there:
         raise ConfigError(f"{location} does not exist. Give a checkpoint, or a directory of checkpoints.")
     return place
@@ -187,8 +189,9 @@ def list_checkpoints(place: CheckpointPlace) -> Listing:
         return Listing(directory=parent_of(directory), checkpoints=(own,))
     if not found and not trackers:
         raise ConfigError(
-            f"{directory} holds no checkpoints: no directory with a manifest of ours, none named after a step, no tracker, no "
-            "torch or safetensors file. Give the directory that a checkpointer was given."
+            f"{directory} holds no checkpoints. It has no DLRover manifest, no directory named after a step, no "
+            "tracker, no torch file and no safetensors file. Give the directory in which your job saves its "
+            "checkpoints."
         )
     found.sort(key=lambda each: (each.step is None, each.step or 0, each.name))
     named = {name for each in found for name in each.trackers}

@@ -48,7 +48,9 @@ def checkpoint_path(place: CheckpointPlace, step: int | None = None) -> str:
     directory = place.location
     if not place.is_directory(directory) or _is_one(place, directory):
         if step is not None:
-            raise ConfigError(f"{directory} is one checkpoint; a step is for directories of several.")
+            raise ConfigError(
+                f"{directory} is a single checkpoint. Give a step only for a directory of several checkpoints."
+            )
         return directory
     try:
         found = newest_complete(place.storage, directory) if step is None else locate(place.storage, directory, step)
@@ -58,7 +60,8 @@ def checkpoint_path(place: CheckpointPlace, step: int | None = None) -> str:
         raise ConfigError(str(error)) from error
     if found is None:
         raise ConfigError(
-            f"{directory} has neither a tracker nor a complete checkpoint of ours. Name a checkpoint in it."
+            f"{directory} has neither a tracker nor a complete DLRover checkpoint. Give the path of one "
+            "checkpoint in it."
         )
     return found.path
 

@@ -82,10 +82,14 @@ def verify(
         return _verify_files(place, found, posixpath.dirname(found.path), [found.name], is_quick, on_bytes)
     if found.state is State.LEFTOVER:
         return CheckpointVerdict(
-            name=found.name, path=found.path, note="a file that never got its name; `gc` removes it"
+            name=found.name,
+            path=found.path,
+            note="an unfinished file that a save left; `dlrover checkpoint gc` removes it",
         )
     if not found.is_whole and found.state in (State.STAGED, State.SET_ASIDE, State.INCOMPLETE):
-        return CheckpointVerdict(name=found.name, path=found.path, note="no checkpoint: it was never committed")
+        return CheckpointVerdict(
+            name=found.name, path=found.path, note="not a checkpoint: the save was never committed"
+        )
     try:
         manifest = read_manifest(place, found.path)
     except ManifestInvalid as error:
@@ -107,7 +111,7 @@ def verify(
             crc = _sum(place, name, on_bytes)
             num_checked += 1
             if crc != file.crc32:
-                damage.append(f"{name} has other bytes than were written: CRC {crc:08x} instead of {file.crc32:08x}")
+                damage.append(f"{name} is damaged: its CRC is {crc:08x}, and its manifest says {file.crc32:08x}")
             elif name.endswith(TORCH_SUFFIXES):
                 damage += _file_damage(place, name, on_bytes)
         except FileNotFoundError:
@@ -116,7 +120,9 @@ def verify(
             damage.append(f"{name} cannot be read: {error.strerror or error}")
     if damage and _has_moved(place, found.path, manifest):
         return CheckpointVerdict(
-            name=found.name, path=found.path, note="replaced or deleted while it was being read; look again"
+            name=found.name,
+            path=found.path,
+            note="it was replaced or deleted while this command read it; run the command again",
         )
     return CheckpointVerdict(name=found.name, path=found.path, damage=tuple(damage), num_checked=num_checked)
 
@@ -124,7 +130,7 @@ def verify(
 def tracker_damage(listing: Listing) -> list[str]:
     """Trackers that send a restore into the void."""
     return [
-        f"{join(listing.directory, name)} names {listing.trackers[name]!r}, which does not exist"
+        f"the tracker {join(listing.directory, name)} names {listing.trackers[name]!r}, but no such checkpoint exists"
         for name in listing.dangling
     ]
 
@@ -142,7 +148,7 @@ def _manifest_damage(place: CheckpointPlace, path: str, manifest: GlobalManifest
     damage = []
     name = join(path, GLOBAL_NAME)
     if encode_manifest(manifest) != place.storage.read(name):
-        damage.append(f"{name} was changed after it was written: its text is not the one that dlrover writes")
+        damage.append(f"{name} was changed after the save: dlrover would have written other text")
     for rank in manifest.ranks:
         name = join(path, rank_manifest_name(rank.global_rank))
         try:
@@ -187,7 +193,7 @@ def _verify_files(
     note = (
         ""
         if is_quick or found.state is State.FILE
-        else "no manifest: only what the files say of themselves was checked"
+        else "no manifest: only the checks that the files themselves contain were made"
     )
     return CheckpointVerdict(
         name=found.name,
@@ -222,7 +228,7 @@ def _file_damage(place: CheckpointPlace, path: str, on_bytes: Progress) -> list[
                 except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
                     return [f"{path}: entry {entry.filename} is damaged: {error}"]
     except (zipfile.BadZipFile, ValueError, UnicodeDecodeError) as error:
-        return [f"{path} is no readable torch file: {error}"]
+        return [f"{path} cannot be read as a torch file: {error}"]
     return []
 
 
@@ -231,7 +237,7 @@ def _safetensors_damage(place: CheckpointPlace, path: str) -> list[str]:
     size = place.size_of(path)
     length = int.from_bytes(place.beginning_of(path, 8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-        return [f"{path} is cut off, or no safetensors file"]
+        return [f"{path} is cut off, or it is not a safetensors file"]
     try:
         header = msgspec.json.decode(place.beginning_of(path, 8 + length)[8:], type=dict[str, dict[str, object]])
         ends = [

@@ -20,11 +20,11 @@ from dlrover.protocol.errors import ConfigError
 
 PURPOSES = {
     "torch": "training with PyTorch, Flash Checkpoint",
-    "tensorflow": "jobs with the newest TensorFlow",
+    "tensorflow": "jobs that use the newest TensorFlow",
     "tensorflow-estimator": "TensorFlow 2.15 with its Estimator (Python 3.11)",
     "k8s": "jobs on Kubernetes",
     "ray": "jobs on a Ray cluster",
-    "brain": "plans from the history of other jobs",
+    "brain": "sizes for new jobs, from the history of earlier jobs",
     "dashboard": "the live page and /metrics on its port",
     "storage": "checkpoints behind URLs such as s3:// and gs://",
     "otel": "events to OpenTelemetry",
@@ -39,9 +39,9 @@ PURPOSES = {
 _REMEDIES = {
     "python": "Install Python 3.11 or newer.",
     "linux kernel": "Use Linux with a kernel of version 5.4 or newer.",
-    "pidfd": "The agent notices ended workers by SIGCHLD instead.",
-    "/dev/shm": "Set DLROVER_SNAPSHOT_DIR to a directory in memory, or snapshots cost disk time.",
-    "cgroup": "A worker that the kernel kills for its memory looks like any other killed worker.",
+    "pidfd": "Nothing: the agent then notices ended workers by SIGCHLD.",
+    "/dev/shm": "Set DLROVER_SNAPSHOT_DIR to a directory in memory. Snapshots on a disk are slower.",
+    "cgroup": "Reports cannot tell a worker that was killed for lack of memory from another killed worker.",
     "accelerators": "Workers train on the CPU.",
     "py-spy": "Stacks of hanging workers show Python frames only. Install the extra `stacks`.",
 }
@@ -161,7 +161,7 @@ def _platforms(environ: Mapping[str, str]) -> Iterator[DoctorFinding]:
         from dlrover.platforms.kubernetes.access import find_access
 
         find_access(environ)
-        yield _platform("kubernetes", True, "A cluster is configured; nothing has been asked of it.")
+        yield _platform("kubernetes", True, "A cluster is configured. `dlrover doctor` sent no request to it.")
     except ImportError as error:
         yield _platform("kubernetes", False, f"Install the extra `k8s` ({error}).")
     except ConfigError as error:
@@ -199,17 +199,19 @@ def _variables(environ: Mapping[str, str]) -> Iterator[DoctorFinding]:
     for note in notes:
         yield _variable(FindingState.NOTE, note)
     if not notes:
-        yield _variable(FindingState.OK, "All variables that dlrover-run reads have a usable value.")
+        yield _variable(FindingState.OK, "All environment variables that dlrover-run reads have valid values.")
     try:
         living, dead = list_nodes(user_root(environment))
     except (ConfigError, OSError) as error:
         yield DoctorFinding(area="jobs", name="directory", state=FindingState.PROBLEM, sentence=str(error))
         return
     yield DoctorFinding(
-        area="jobs", name="running", state=FindingState.OK, sentence=f"Launchers of yours: {len(living)}."
+        area="jobs", name="running", state=FindingState.OK, sentence=f"Your running launchers: {len(living)}."
     )
     if dead:
-        sentence = f"Directories of dead launchers: {len(dead)}. Run `dlrover clean`."
+        sentence = (
+            f"Directories left over from launchers that have ended: {len(dead)}. Run `dlrover clean` to remove them."
+        )
         yield DoctorFinding(area="jobs", name="left behind", state=FindingState.NOTE, sentence=sentence)
 
 
@@ -230,5 +232,5 @@ def lines_of(findings: Sequence[DoctorFinding]) -> Iterator[str]:
     yield (
         f"\nProblems: {', '.join(problems)}."
         if problems
-        else "\nNo problem was found. Notes matter only to jobs that need what they name."
+        else "\nNo problem was found. A note matters only to jobs that need the part it names."
     )

@@ -56,7 +56,7 @@ def _run_command() -> CommandEntry:
         names = option.names + ((option.short,) if option.short else ())
         value = "" if option.is_flag else option.metavar or option.dest.upper()
         options.append(OptionEntry(names, value, text_of(option), option.choices))
-    arguments = (("SCRIPT", "The training script."), ("ARGUMENTS", "What the script gets."))
+    arguments = (("SCRIPT", "The training script."), ("ARGUMENTS", "Arguments of the script."))
     return CommandEntry(
         ("dlrover-run",), "Run a script as torchrun does, and keep it running.", arguments, tuple(options)
     )

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 JsonObject = dict[str, Any]
 
 NO_RESOURCE = (
-    "This cluster does not know ElasticJobs. Install the definitions and the operator first: "
-    "kubectl apply -k deploy (see docs/how-to/kubernetes-clusters.md)."
+    "This cluster has no ElasticJob resource. Install the definitions and the operator first: kubectl apply -k "
+    "deploy (see docs/how-to/kubernetes-clusters.md)."
 )
 
 
@@ -75,9 +75,9 @@ class ClusterJobs:
             case FoundObject():
                 return answer
             case Conflict():
-                raise ConfigError(f"{what} exists already in {namespace}. Delete it first, or choose another name.")
+                raise ConfigError(f"{what} already exists in {namespace}. Delete it first, or choose another name.")
             case Invalid():
-                raise ConfigError(f"The API server refuses {what}: {answer.message}")
+                raise ConfigError(f"The API server rejected {what}: {answer.message}")
             case _:
                 raise self._refused(f"create {what}", answer)
 
@@ -92,7 +92,7 @@ class ClusterJobs:
             case NotFound():
                 return await self.get(name)  # says which jobs there are
             case Invalid():
-                raise ConfigError(f"The API server refuses the change of {name}: {answer.message}")
+                raise ConfigError(f"The API server rejected the change of {name}: {answer.message}")
             case _:
                 raise self._refused(f"change the job {name}", answer)
 

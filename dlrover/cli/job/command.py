@@ -28,13 +28,21 @@ WITH_COMMAND = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context of a command that takes a command line after `--`."""
 T = TypeVar("T")
 
-app = typer.Typer(name="job", help="Submit, watch and steer jobs of a cluster or of this host.", no_args_is_help=True)
+app = typer.Typer(name="job", help="Submit, watch and control jobs of a cluster or of this host.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="Name of the job.")]
 Namespace = Annotated[
-    str, typer.Option("--namespace", "-n", help="Namespace of a cluster (that of the kubeconfig's context).")
+    str,
+    typer.Option(
+        "--namespace", "-n", help="Namespace in the cluster. Not given: that of the kubeconfig's current context."
+    ),
 ]
-Address = Annotated[str, typer.Option("--addr", "--master", help="Master's HOST:PORT, for a job outside of a cluster.")]
+Address = Annotated[
+    str,
+    typer.Option(
+        "--addr", "--master", help="Address of the master (HOST:PORT), for a job that runs outside a cluster."
+    ),
+]
 TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job token, with --addr.")]
 
 
@@ -42,20 +50,24 @@ TokenFile = Annotated[str, typer.Option("--token-file", help="File with the job 
 def submit(
     context: typer.Context,
     file: Annotated[
-        str, typer.Argument(help="File with an ElasticJob; - for standard input. Or give -- COMMAND.")
+        str, typer.Argument(help="File with an ElasticJob; - reads standard input. Or give -- COMMAND instead.")
     ] = "",
     namespace: Namespace = "",
     name: Annotated[str, typer.Option("--name", help="With -- COMMAND: name of the job.")] = "",
-    image: Annotated[str, typer.Option("--image", help="With -- COMMAND: the container that runs it.")] = "",
-    nodes: Annotated[str, typer.Option("--nodes", help="With -- COMMAND: N, or MIN:MAX.")] = "1",
-    cpu: Annotated[str, typer.Option("--cpu", help="With -- COMMAND: cores of each node, such as 4 or 500m.")] = "",
-    memory: Annotated[str, typer.Option("--memory", help="With -- COMMAND: of each node, such as 8Gi.")] = "",
-    gpus: Annotated[int, typer.Option("--gpus", help="With -- COMMAND: of each node.", min=0)] = 0,
-    is_suspended: Annotated[bool, typer.Option("--suspended", help="Submit it suspended, for a queue.")] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Show progress until the job ends, and exit as it does.")
+    image: Annotated[str, typer.Option("--image", help="With -- COMMAND: container image that runs it.")] = "",
+    nodes: Annotated[str, typer.Option("--nodes", help="With -- COMMAND: number of nodes, N or MIN:MAX.")] = "1",
+    cpu: Annotated[
+        str, typer.Option("--cpu", help="With -- COMMAND: processor cores for each node, such as 4 or 500m.")
+    ] = "",
+    memory: Annotated[str, typer.Option("--memory", help="With -- COMMAND: memory for each node, such as 8Gi.")] = "",
+    gpus: Annotated[int, typer.Option("--gpus", help="With -- COMMAND: GPUs for each node.", min=0)] = 0,
+    is_suspended: Annotated[
+        bool, typer.Option("--suspended", help="Submit the job suspended, so that a queue can start it.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the object and create nothing.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Show progress until the job ends, then exit with the job's exit code.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the ElasticJob, and create nothing.")] = False,
 ) -> None:
     """Create an ElasticJob in a cluster: from a file, or from a command line after `--`."""
     from dlrover.cli.job.manifest import CommandJob, job_of_command, read_documents
@@ -131,7 +143,7 @@ def list_jobs(
     except ConfigError as error:
         if not local:
             raise
-        echo(f"Jobs of a cluster are not shown: {error}", err=True)
+        echo(f"The jobs of a cluster cannot be listed: {error}", err=True)
         found = ()
     for row in rows_of(found):
         table.add_row(*row)
@@ -148,7 +160,7 @@ def describe(
     addr: Address = "",
     token_file: TokenFile = "",
 ) -> None:
-    """Show a job: its phase and why, its pods, and what happened."""
+    """Show a job: its phase and the reason, its pods, and its newest events."""
     if local := _local(name, namespace, addr, token_file):
         from dlrover.cli.show.status import show
         from dlrover.protocol.messages.job import AskStatus, JobStatus
@@ -170,12 +182,17 @@ def describe(
 def logs(
     name: Name,
     namespace: Namespace = "",
-    node: Annotated[str, typer.Option("--node", help="worker-3 (or 3), chief-0, or master. Not given: worker-0.")] = "",
+    node: Annotated[
+        str,
+        typer.Option(
+            "--node", help="Node whose log to print: worker-3 (or 3), chief-0, or master. Not given: worker-0."
+        ),
+    ] = "",
     rank: Annotated[str, typer.Option("--rank", hidden=True)] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the pod ends.")] = False,
-    tail: Annotated[int, typer.Option("--tail", help="So many lines from the end; 0: all.", min=0)] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the pod ends.")] = False,
+    tail: Annotated[int, typer.Option("--tail", help="Print this many lines from the end; 0: all.", min=0)] = 0,
 ) -> None:
-    """Print what a node of a job in a cluster has written."""
+    """Print the log of a node of a job in a cluster."""
     if rank:
         echo("dlrover: notice: --rank is called --node now.", err=True)
 
@@ -195,12 +212,12 @@ def stop(
     namespace: Namespace = "",
     addr: Address = "",
     token_file: TokenFile = "",
-    reason: Annotated[str, typer.Option(help="For the status and the report.")] = "dlrover job stop",
+    reason: Annotated[str, typer.Option(help="Reason to show in the status and the report.")] = "dlrover job stop",
     is_deleted: Annotated[
-        bool, typer.Option("--delete", help="Delete the job and everything of it from the cluster.")
+        bool, typer.Option("--delete", help="Delete the job and all its objects from the cluster.")
     ] = False,
 ) -> None:
-    """End a job in good order, on all its nodes."""
+    """Stop a job on all its nodes, in an orderly way."""
     if local := _local(name, namespace, addr, token_file):
         from dlrover.protocol.messages.job import StopJob
 
@@ -232,15 +249,18 @@ def suspend(
     addr: Address = "",
     token_file: TokenFile = "",
     is_releasing: Annotated[
-        bool, typer.Option("--release/--keep-nodes", help="Let the running nodes save and leave (a cluster's default).")
+        bool,
+        typer.Option(
+            "--release/--keep-nodes", help="Let the running nodes save and exit. This is the default in a cluster."
+        ),
     ] = True,
 ) -> None:
-    """Pause a job: its nodes save and leave. `resume` brings new ones, which go on from the checkpoint."""
+    """Pause a job: its nodes save and exit. `resume` starts new nodes, which continue from the checkpoint."""
     if local := _local(name, namespace, addr, token_file):
         from dlrover.protocol.messages.fleet import SuspendJob
 
         local.send(SuspendJob(reason="dlrover job suspend", is_releasing=is_releasing))
-        typer.echo("The job is suspended; `dlrover job resume` ends that.")
+        typer.echo("The job is suspended. To resume it: dlrover job resume")
         return
     if not is_releasing:
         raise ConfigError("--keep-nodes is for jobs outside of a cluster: a suspended ElasticJob has no pods.")
@@ -251,14 +271,14 @@ def suspend(
         if loss := forgets_when_suspended(await jobs.get(name)):
             echo(f"Warning: {loss}", err=True)
         await jobs.change(name, {"spec": {"suspend": True}})
-        typer.echo(f"The job {name} is suspended; `dlrover job resume {name}` ends that.")
+        typer.echo(f"The job {name} is suspended. To resume it: dlrover job resume {name}")
 
     _run(namespace, change)
 
 
 @app.command()
 def resume(name: Name, namespace: Namespace = "", addr: Address = "", token_file: TokenFile = "") -> None:
-    """End the suspension of a job."""
+    """Resume a suspended job."""
     if local := _local(name, namespace, addr, token_file):
         from dlrover.protocol.messages.fleet import ResumeJob
 
@@ -271,15 +291,17 @@ def resume(name: Name, namespace: Namespace = "", addr: Address = "", token_file
 @app.command()
 def scale(
     name: Name,
-    nodes: Annotated[int, typer.Argument(help="How many nodes the job shall have.", min=0)],
+    nodes: Annotated[int, typer.Argument(help="Number of nodes that the job should have.", min=0)],
     namespace: Namespace = "",
-    node_type: Annotated[str, typer.Option("--type", help="Type of the nodes.")] = "worker",
-    least: Annotated[int, typer.Option("--min", help="The job trains with so few workers, too.", min=0)] = 0,
-    most: Annotated[int, typer.Option("--max", help="The job never has more workers.", min=0)] = 0,
+    node_type: Annotated[str, typer.Option("--type", help="Type of these nodes.")] = "worker",
+    least: Annotated[
+        int, typer.Option("--min", help="The smallest number of workers with which the job trains.", min=0)
+    ] = 0,
+    most: Annotated[int, typer.Option("--max", help="The largest number of workers of the job.", min=0)] = 0,
     addr: Address = "",
     token_file: TokenFile = "",
 ) -> None:
-    """Change how many nodes a job has. Bounds of the job move only if the number lies outside, or if they are given."""
+    """Change the number of nodes of a job. A number outside its bounds moves the bound; --min and --max set the bounds."""
     if (least or most) and node_type != "worker":
         raise ConfigError("--min and --max are bounds of the workers.")
     if not (least or nodes) <= nodes <= (most or nodes):
@@ -296,7 +318,7 @@ def scale(
         local.send(
             ScaleTo(nodes=nodes, reason="dlrover job scale") if is_world else ScaleReplicas(node_type=kind, count=nodes)
         )
-        typer.echo(f"The job shall have {nodes} nodes of type {node_type}.")
+        typer.echo(f"The target is now {nodes} nodes of type {node_type}.")
         return
 
     async def change(jobs: ClusterJobs) -> None:
@@ -312,7 +334,7 @@ def scale(
         if most or (replica.max_replicas is not None and nodes > replica.max_replicas):
             change["maxReplicas"] = most or nodes
         await jobs.change(name, {"spec": {"replicaSpecs": {node_type: change}}})
-        typer.echo(f"The job {name} shall have {nodes} nodes of type {node_type}.")
+        typer.echo(f"The target of job {name} is now {nodes} nodes of type {node_type}.")
 
     _run(namespace, change)
 
@@ -349,8 +371,9 @@ def _local(name: str, namespace: str, addr: str, token_file: str) -> JobConnecti
         return None
     if _is_in_cluster(name):
         raise ConfigError(
-            f"There is a job {name} on this host and one in the cluster. Give --addr "
-            f"{find_local_job(name).address} --token-file {find_local_job(name).token_file}, or --namespace NAME."
+            f"Both this host and the cluster have a job {name}. For the job of this host, give --addr "
+            f"{find_local_job(name).address} --token-file {find_local_job(name).token_file}. For the job of the "
+            "cluster, give --namespace NAME."
         )
     return JobConnection(job=name)
 

@@ -45,7 +45,7 @@ def read_documents(path: str) -> list[JsonObject]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text in UTF-8: {error}.") from error
+        raise ConfigError(f"{path} is not UTF-8 text: {error}.") from error
     try:
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except yaml.YAMLError as error:
@@ -55,7 +55,7 @@ def read_documents(path: str) -> list[JsonObject]:
             raise ConfigError(f"{path}: each document must be an object with apiVersion, kind and metadata.")
     num_jobs = sum(1 for document in documents if document.get("kind") == "ElasticJob")
     if num_jobs != 1:
-        raise ConfigError(f"{path} holds {num_jobs} ElasticJobs. Give a file with one.")
+        raise ConfigError(f"{path} holds {num_jobs} ElasticJobs. Give a file with exactly one.")
     return documents
 
 

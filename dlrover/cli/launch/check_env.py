@@ -44,11 +44,13 @@ def look() -> Iterator[EnvFinding]:
     )
     yield EnvFinding("linux kernel", _is_kernel_enough(), platform.release(), "everything (5.4 or newer)", True)
     has_pidfd = _works(lambda: os.close(os.pidfd_open(os.getpid())))
-    yield EnvFinding("pidfd", has_pidfd, "yes" if has_pidfd else "no", "seeing exits at once; else by SIGCHLD")
+    yield EnvFinding(
+        "pidfd", has_pidfd, "yes" if has_pidfd else "no", "noticing ended workers at once (otherwise by SIGCHLD)"
+    )
     for name, needed_for in (("msgspec", "messages"), ("grpcio", "master and agent")):
         yield _package(name, needed_for, is_essential=True)
     yield _package("torch", "training with PyTorch, warm workers")
-    yield _package("psutil", "the node check: whose memory a device holds", is_essential=True)
+    yield _package("psutil", "the node check: which device memory is in use", is_essential=True)
     yield _package("numpy", "most training scripts")
     yield from _shared_memory()
     yield _cgroup()
@@ -84,7 +86,7 @@ def _shared_memory() -> Iterator[EnvFinding]:
 
 
 def _cgroup() -> EnvFinding:
-    needed_for = "telling out-of-memory kills from others"
+    needed_for = "recognising workers that were killed for lack of memory"
     for version, paths in (
         ("v2", ("/sys/fs/cgroup/memory.max",)),
         ("v1", ("/sys/fs/cgroup/memory/memory.limit_in_bytes",)),

@@ -127,7 +127,9 @@ def find_master(settings: Settings) -> tuple[MasterPlace, MasterPort | None]:
             raise ConfigError(f"{asked.source}: port 0 is for jobs on this host alone. Name the port of the master.")
         return MasterPlace(address=address, is_ours=False, is_shared=True), None
     if address.port == 0 and not is_alone:
-        raise ConfigError(f"{asked.source}: with several nodes all must know the port; give one other than 0.")
+        raise ConfigError(
+            f"{asked.source}: with several nodes, all nodes must know the port of the master. Give a port other than 0."
+        )
     bind_host = _bind_host(address.host, is_wide=not is_alone)
     try:
         master_port = MasterPort(bind_host, address.port)
@@ -214,7 +216,7 @@ def read_token_file(path: str) -> str:
         with open(open_checked(path, os.O_RDONLY), encoding="utf-8") as file:
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"The token file {path} cannot be read: {reason}.") from error
     return check_token(token, f"The token file {path}")
 
@@ -309,11 +311,11 @@ def _address(settings: Settings) -> Asked | None:
     port = coordinator_port(settings)
     if port == 65535:
         raise ConfigError(
-            f"--master-port {port}: the job's master would listen one above it, and there is no such port. Choose another "
-            f"port, or {remedy}, the same on all nodes."
+            f"--master-port {port}: the job's master listens at the next higher port, and {port} is the "
+            f"highest. Choose another port, or {remedy}, the same on all nodes."
         )
     return Asked(
-        Address(host, port + 1 if port else 0), f"--master-port {port}, and one above it for the job's master", remedy
+        Address(host, port + 1 if port else 0), f"--master-port {port}, whose next higher port is the master's", remedy
     )
 
 

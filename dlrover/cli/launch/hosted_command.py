@@ -25,9 +25,9 @@ _OURS = (
     "job_token_file",
 )  # fmt: skip
 _INSTEAD = {
-    "nnodes": "Give --nodes in front of `--`.",
-    "standby": "Give it in front of `--`.",
-    "job_name": "Give it in front of `--`.",
+    "nnodes": "Give --nodes instead, in front of `--`.",
+    "standby": "Give it once, in front of `--`.",
+    "job_name": "Give it once, in front of `--`.",
 }
 _NOT_PASSED_ON = (
     "DLROVER_JOB_TOKEN", "DLROVER_NODE_ID", "DLROVER_AGENT_SOCKET", "DLROVER_MASTER_FILE", "NODE_ID", "WORKER_ID", "NODE_RANK",
@@ -113,5 +113,6 @@ def _check_option(parser: argparse.ArgumentParser, word: str) -> None:
     ours = [option for action in parser._actions for option in action.option_strings]
     if name.startswith("--") and name not in OPTION_NAMES:
         raise ConfigError(
-            f"{name} is no option of {parser.prog}, nor of the nodes' dlrover-run.{nearest(name, (*ours, *OPTION_NAMES))}"
+            f"{name} is not an option of {parser.prog} or of the nodes' "
+            f"dlrover-run.{nearest(name, (*ours, *OPTION_NAMES))}"
         )

@@ -123,10 +123,12 @@ class HostedMaster:
         except (DLRoverError, OSError) as error:
             if self._missed_since is None:
                 self._missed_since = loop.time()
-                self._say(f"the master cannot be started now; trying again for {self._limit:.0f} s. {error}")
+                self._say(
+                    f"the master cannot start now; this process tries again for up to {self._limit:.0f} s. {error}"
+                )
             missed = loop.time() - self._missed_since
             if missed >= self._limit:
-                self._say(f"the master could not be started for {self._limit:.0f} s. {error}")
+                self._say(f"the master could not start within {self._limit:.0f} s. {error}")
                 self._on_lost(EXIT_MASTER_LOST)
             else:
                 self._restart = loop.call_later(pause_after(missed), self._start_again)
@@ -148,7 +150,7 @@ class HostedMaster:
             self._on_lost(EXIT_USAGE if is_refused else EXIT_MASTER_LOST)
             return
         pause = min(MAX_MASTER_PAUSE, 0.1 * 2**self._num_quick_deaths) if self._num_quick_deaths else 0.0
-        self._say(f"the master ended ({how}); starting it again, workers train on")
+        self._say(f"the master ended ({how}) and is started again; workers keep training")
         self._restart = asyncio.get_running_loop().call_later(pause, self._start_again)
 
     def _read_end(self) -> JobEnd | None:
@@ -158,7 +160,7 @@ class HostedMaster:
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            self._say(f"the master left an end of the job that cannot be read: {error}")
+            self._say(f"the master's record of how the job ended cannot be read: {error}")
             return None
 
     def _tail(self) -> str:

@@ -20,22 +20,21 @@ from dlrover.protocol.messages.job import ExitReason, FailureKind, FirstFailure,
 WIDTH = 100
 MAX_TAIL_LINES = 30
 REDO_UNKNOWN = (
-    "Redo is unknown: the script did not report from which step it went on after a fault. Repeated steps count as new "
-    "ones. "
-    "Call dlrover.trainer.report(step) in the script to tell them apart."
+    "Redo time is unknown: after a fault the script did not report the step at which it continued. Repeated "
+    "steps therefore count as new steps. To tell them apart, call dlrover.trainer.report(step) in the script."
 )
 _KINDS = {
     FailureKind.EXCEPTION: "an exception",
-    FailureKind.EXIT_CODE: "it ended by itself",
+    FailureKind.EXIT_CODE: "the process ended by itself",
     FailureKind.SIGNAL: "a signal",
     FailureKind.OUT_OF_MEMORY: "killed by the kernel: out of memory",
     FailureKind.MEMORY_ERROR: "out of memory in Python or in the allocator",
-    FailureKind.PEER_LOST: "it lost the connection to another worker",
+    FailureKind.PEER_LOST: "the connection to another worker was lost",
     FailureKind.PORT_TAKEN: "the port of the coordinator was taken",
-    FailureKind.BAD_SCRIPT: "the script cannot run at all",
-    FailureKind.STOPPED_BY_US: "stopped by us",
-    FailureKind.DIAGNOSED: "found at fault while it ran",
-    FailureKind.START_FAILED: "it could not be started",
+    FailureKind.BAD_SCRIPT: "the script cannot run",
+    FailureKind.STOPPED_BY_US: "stopped by DLRover",
+    FailureKind.DIAGNOSED: "the diagnosis found it at fault while it ran",
+    FailureKind.START_FAILED: "the process could not be started",
 }
 
 
@@ -100,7 +99,10 @@ def _first_failure(first: FirstFailure) -> list[str]:
     elif failure.log_tail:
         lines += ["last output", *_indented(failure.log_tail)]
     elif not (failure.log_file and _is_kept(failure.log_file)):
-        lines.append("Nothing more is known of it. Keep its output in files with --log-dir DIR --tee 3.")
+        lines.append(
+            "There is no log or traceback of this process. To keep its output in files, start the job with "
+            "--log-dir DIR --tee 3."
+        )
     return lines
 
 

@@ -28,7 +28,7 @@ class MasterProbe:
         self._inbox = inbox
         self._is_closed = threading.Event()
         self.has_found = False
-        self.trouble = "it was not asked"
+        self.trouble = "not tried yet"
         """Why the newest connection did not come about."""
         self.is_over = False
         self._thread = threading.Thread(target=self._run, name="master-probe", daemon=True)

@@ -75,7 +75,7 @@ def launch_agent(
     nothing could be started, `JobError` if the job failed.
     """
     if entrypoint is None:
-        raise ConfigError("The entry point is None: give a function, or a command as text.")
+        raise ConfigError("The entry point is None. Give a function, or a command as text.")
     environment = read_environment(os.environ)
     with _call_directory(environment) as directory:
         target = os.path.join(directory.path, "call.pickle")
@@ -206,7 +206,7 @@ def _settings(config: ElasticLaunchConfig, environment: Environment, *, entry: E
     settings = build_settings(_parsed(config, extension), told, entry=entry)
     unused = [name for name, harmless in _WITHOUT_EFFECT.items() if _ask(config, name) not in harmless]
     if unused:
-        log.warning("%s: no effect in this version. The launch goes on without.", ", ".join(unused))
+        log.warning("%s has no effect in this version.", ", ".join(unused))
     for note in settings.notes:
         log.warning("%s", note)
     return msgspec.structs.replace(settings, failover_dir=extension_dir)
@@ -311,8 +311,8 @@ def _failover(given: Any) -> tuple[str, str]:
         file, spec = getattr(program, "__file__", None), getattr(program, "__spec__", None)
         if file is None:
             raise ConfigError(
-                f"dynamic_failover_extension: {kind.__name__} is defined in a program that is no file, and agents cannot import "
-                "it. Put it into a module and import it from there."
+                f"dynamic_failover_extension: agents cannot import {kind.__name__}, because it was defined "
+                "interactively and not in a file. Put the class into a module and import it from there."
             )
         module = os.path.splitext(os.path.basename(file))[0] if spec is None else spec.name
         directory = directory if spec is None else found_in(module)

@@ -97,7 +97,7 @@ def remove_snapshots(root: str, job_name: str, launch: str) -> None:
     try:
         remove_launch(root, job_name, launch)
     except OSError as error:
-        say(f"the snapshots of this job could not be removed from {root}: {error}. `dlrover clean` tries it again.")
+        say(f"the snapshots of this job could not be removed from {root}: {error}. Run `dlrover clean` to try again.")
 
 
 def reap_snapshots(root: str, *, older_than: float = STALE_AFTER) -> list[str]:
@@ -109,7 +109,7 @@ def reap_snapshots(root: str, *, older_than: float = STALE_AFTER) -> list[str]:
     try:
         removed = [str(path) for path in reap_orphans(root, time.time(), grace=older_than)]
     except OSError as error:
-        say(f"left-over snapshots in {root} could not be removed: {error}")
+        say(f"snapshots left over in {root} from an earlier job could not be removed: {error}")
         return []
     remove_empty_root(root)
     return removed
@@ -214,7 +214,7 @@ class NodeDirectory:
         except ConfigError as error:
             _remove_node(self.path)  # ours alone; only the listing needs the lock
             self._release()
-            say(f"not everything could be removed. {error}")
+            say(f"some files could not be removed. {error}")
 
     def _remove_files(self) -> None:
         _remove_node(self.path)
@@ -253,8 +253,9 @@ def locked(root: str, *, patience: float = LOCK_TIMEOUT) -> Iterator[None]:
             is_ours = _take(descriptor, patience)
         if not is_ours:
             raise ConfigError(
-                f"Another process has held the lock {path} for {patience:.0f} s; it is probably stopped (a `dlrover "
-                f"clean` in the background?). `fuser {path}` tells which; continue or end it."
+                f"Another process has held the lock {path} for {patience:.0f} s. It is probably stopped, for "
+                f"example a `dlrover clean` in the background. `fuser {path}` prints its pid; continue or end "
+                "that process."
             )
         yield
     finally:
@@ -268,8 +269,8 @@ def explained(directory: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"The runtime directory {directory} cannot be used: {error.strerror or error}. Make room or give yourself "
-            "the permission there, or point TMPDIR to a directory that you can write to."
+            f"The runtime directory {directory} cannot be used: {error.strerror or error}. Free space there or "
+            "correct its permissions, or set TMPDIR to a directory that you can write to."
         ) from error
 
 
@@ -545,5 +546,6 @@ def _make_private(path: str) -> None:
             make_private(path)
         except NotOurs as error:
             raise ConfigError(
-                f"The runtime directory {path} cannot be used: {error.strerror}. Remove it, or point TMPDIR elsewhere."
+                f"The runtime directory {path} cannot be used: {error.strerror}. Remove it, or set TMPDIR to "
+                "another directory."
             ) from error

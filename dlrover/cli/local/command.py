@@ -203,11 +203,12 @@ def run(plan: LocalPlan, environ: Mapping[str, str], *, programs: Programs | Non
 def _claim_kernel_names(plan: LocalPlan) -> tuple[KernelTag | None, Namespaces | None, MemoryLimits | None]:
     reason = namespaces.available() if plan.netns != "off" else "not wanted"
     if plan.netns == "on" and reason:
-        raise ConfigError(f"--netns on: {reason}. Leave it out, or use --netns off.")
+        raise ConfigError(f"--netns on: {reason}. Leave out --netns on, or give --netns off.")
     wants_memory = bool(plan.memory_mb)
     if wants_memory and not MemoryLimits.available():
         raise ConfigError(
-            f"--memory {plan.memory_mb}: the memory of nodes cannot be limited here; it needs root and a memory cgroup."
+            f"--memory {plan.memory_mb}: memory limits for nodes need root and a memory cgroup, and this "
+            "machine does not offer both. Leave out --memory."
         )
     return claim_kernel_names(wants_networks=not reason, wants_memory=wants_memory)
 
@@ -363,8 +364,8 @@ class LocalJob:
         self._display.say(f"job {plan.job_name}: {what}, master at {self._address}")
         if self._networks is not None:
             self._display.say(
-                "each node has its own network namespace: it reaches the other nodes and the master, nothing else "
-                "(--netns off shares this machine's network)"
+                "each node has its own network namespace: it reaches only the other nodes and the master. Give "
+                "--netns off to share this machine's network"
             )
         if plan.settings.watching.dashboard_port >= 0:
             self._display.say(f"dashboard: `dlrover dashboard {plan.job_name}` prints a link to it")
@@ -465,7 +466,7 @@ class LocalJob:
             return
         if self._stopped_by is not None:
             if number == signal.SIGINT:
-                self._display.say("interrupted again: killing everything at once")
+                self._display.say("interrupted again: all processes are killed at once")
                 self._conclude(128 + number)
                 asyncio.ensure_future(self._host.stop(grace=0.0))  # noqa: RUF006 (`_finish` waits for the same nodes)
             return
@@ -473,7 +474,8 @@ class LocalJob:
         if self._is_over.is_set():
             if num_saving := self._host.num_saving:
                 self._display.say(
-                    f"stopped by {signal.Signals(number).name}: {num_saving} nodes that still write checkpoints finish what they can in 25 s"
+                    f"stopped by {signal.Signals(number).name}: {num_saving} nodes still write checkpoints and "
+                    "have 25 s to finish"
                 )
             asyncio.ensure_future(self._host.stop())  # noqa: RUF006 (as above)
             return
@@ -500,8 +502,9 @@ class LocalJob:
         if self._stopped_by is not None and self._exit_code == 0 and self._host.cut_off:
             self._exit_code = 128 + self._stopped_by
             self._display.say(
-                f"training finished, but {signal.Signals(self._stopped_by).name} came while the last checkpoints were written: those of "
-                f"{', '.join(self._host.cut_off)} are not finished and may be lost. What was committed before stays."
+                f"training finished, but {signal.Signals(self._stopped_by).name} stopped the last checkpoints. "
+                f"The unfinished checkpoints of {', '.join(self._host.cut_off)} may be lost. Checkpoints that "
+                "were committed before are kept."
             )
 
     def _report(self) -> None:
@@ -518,22 +521,24 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nodes", default="2", metavar="N|MIN:MAX", help="how many nodes; MIN:MAX for an elastic job (2)")
+    add("--nodes", default="2", metavar="N|MIN:MAX", help="number of nodes, or MIN:MAX for an elastic job (2)")
     add(
         "--ps",
         type=int,
         default=0,
         metavar="P",
-        help="parameter servers of a TensorFlow job; --nodes are its workers then",
+        help="number of parameter servers of a TensorFlow job; --nodes then gives its workers",
     )
     add(
         "--chief",
         type=int,
         default=0,
         metavar="0|1",
-        help="with --ps: a chief beside the workers (0: one of the workers is the chief)",
+        help="with --ps: 1 for a chief beside the workers; 0: one of the workers is the chief",
     )
-    add("--evaluator", type=int, default=0, metavar="0|1", help="with --ps: a node that evaluates each checkpoint")
+    add(
+        "--evaluator", type=int, default=0, metavar="0|1", help="with --ps: 1 for a node that evaluates each checkpoint"
+    )
     add(
         "--standby",
         type=int,
@@ -548,32 +553,43 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="C",
-        help="cores that each node is meant for: its share of the room, and what a busy server is judged by; no limit (not said)",
+        help="processor cores of each node, for judging whether a server is busy and how many nodes fit (no limit)",
     )
     add(
         "--memory",
         type=int,
         default=0,
         metavar="MIB",
-        help="memory that each node may use, in MiB; needs root (no limit)",
+        help="most memory that each node may use, in MiB; needs root (no limit)",
     )
     add(
         "--netns",
         choices=("auto", "on", "off"),
         default="auto",
-        help="give each node its own network namespace and address (auto: if we are root and it is possible)",
+        help="give each node its own network namespace and address: on, off, or auto (auto: on if you are root and "
+        "the machine allows it)",
     )
     add(
         "--max-local-nodes",
         type=int,
         default=0,
         metavar="N",
-        help="most nodes at a time; `dlrover scale --room N` changes it (as many as the job may have)",
+        help="most nodes that may run at a time; `dlrover scale --room N` changes it (as many as the job may have)",
     )
     add_scaling_options(add)
     add_brain_options(add)
-    add("--job-name", default="", metavar="NAME", help="for `dlrover status NAME` and others")
-    add("--log-dir", default="", metavar="DIR", help="keep the output of the nodes and the master's log there")
+    add(
+        "--job-name",
+        default="",
+        metavar="NAME",
+        help="name of the job for other commands, such as `dlrover status NAME`",
+    )
+    add(
+        "--log-dir",
+        default="",
+        metavar="DIR",
+        help="directory in which to keep the output of the nodes and the master's log",
+    )
     return parser
 
 

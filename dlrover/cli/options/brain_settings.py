@@ -31,10 +31,15 @@ MAX_SCRIPT = 16 * 1024 * 1024
 
 def add_brain_options(add: Callable[..., object]) -> None:
     """`add`: as `argparse.ArgumentParser.add_argument`."""
-    add("--brain", default="", metavar="HOST:PORT", help=f"tell this Brain what the job measures ({ADDRESS})")
-    add("--brain-token-file", default="", metavar="FILE", help=f"token for Brain ({TOKEN_FILE})")
-    add("--brain-ca", default="", metavar="FILE", help=f"certificate of Brain's authority; switches TLS on ({CA_FILE})")
-    add("--recipe", default="", metavar="NAME", help="for Brain: jobs of this name are alike")
+    add("--brain", default="", metavar="HOST:PORT", help=f"report the job's measurements to this Brain ({ADDRESS})")
+    add("--brain-token-file", default="", metavar="FILE", help=f"file that holds the token for Brain ({TOKEN_FILE})")
+    add(
+        "--brain-ca",
+        default="",
+        metavar="FILE",
+        help=f"CA certificate (PEM) that Brain's certificate must come from; giving it switches TLS on ({CA_FILE})",
+    )
+    add("--recipe", default="", metavar="NAME", help="name that similar jobs share, so that Brain compares them")
 
 
 def brain_of(
@@ -54,7 +59,9 @@ def brain_of(
     if not address:
         for option, value in (("--recipe", recipe), ("--brain-token-file", options.brain_token_file)):
             if value:
-                raise ConfigError(f"{option} {value}: it is for Brain. Give --brain HOST:PORT, or set {ADDRESS}.")
+                raise ConfigError(
+                    f"{option} {value} has no effect without Brain. Give --brain HOST:PORT, or set {ADDRESS}."
+                )
         return None, ()
     if len(recipe) > MAX_NAME:
         raise ConfigError(f"--recipe: give a name of at most {MAX_NAME} characters.")

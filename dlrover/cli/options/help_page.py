@@ -21,8 +21,11 @@ COMMON: tuple[tuple[str, tuple[str, ...]], ...] = (
 """What most jobs need, by what it is about: all that `--help` shows."""
 _IMMEDIATE = (
     ("-h, --help", "Print the options that most jobs need."),
-    ("--help-all", "Print every option, torchrun's first."),
-    ("--check-env", "Print what is installed, what is missing and what it is needed for. `dlrover doctor` says more."),
+    ("--help-all", "Print all options, those of torchrun first."),
+    (
+        "--check-env",
+        "Print what is installed, what is missing and which feature needs it. `dlrover doctor` prints more.",
+    ),
 )
 
 

@@ -114,17 +114,19 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Parsed:
         name = _full_name(given)
         if name in (*_HELP, *_HELP_ALL, *_CHECK_ENV):
             if inline is not None:
-                raise ConfigError(f"{name} takes no value; {token!r} gives it one.")
+                raise ConfigError(f"{name} takes no value, but {token!r} gives it one. Leave the value out.")
             return Parsed(values, origins, "", (), immediate=name.replace("_", "-"))
         option = _BY_NAME[name]
         if option.is_flag:
             if inline is not None:
-                raise ConfigError(f"{name} is a flag and takes no value; {token!r} gives it one.")
+                raise ConfigError(
+                    f"{name} is a flag and takes no value, but {token!r} gives it one. Leave the value out."
+                )
             values[option.dest] = True
         else:
             if inline is None:
                 if index == len(argv) or _looks_like_option(argv[index]):
-                    raise ConfigError(f"{name} needs a value{_form(option)}, and none follows it.")
+                    raise ConfigError(f"{name} needs a value{_form(option)}, but none follows it.")
                 inline = argv[index]
                 index += 1
             values[option.dest] = convert(option, inline, f"{name} {inline}")
@@ -218,11 +220,11 @@ def _full_name(given: str) -> str:
         if len(candidates) == 1:
             return next(iter(candidates))
         if candidates:
-            raise ConfigError(f"{given} may be {', '.join(candidates)}. Write more of the name of the option.")
+            raise ConfigError(f"{given} fits several options: {', '.join(candidates)}. Write the option in full.")
     hint = nearest(given, OPTION_NAMES)
     raise ConfigError(
-        f"{given} is no option of {PROGRAM}.{hint} Options of the training script go behind the script; {PROGRAM} "
-        "--help-all lists ours."
+        f"{given} is not an option of {PROGRAM}.{hint} Options of the training script go after the script. "
+        f"`{PROGRAM} --help-all` lists the options of {PROGRAM}."
     )
 
 

@@ -58,15 +58,20 @@ SETTINGS = {
     "seconds_for_stable_worker_count": Setting(
         "stable_for",
         60,
-        "seconds that a configuration is watched before anything is decided about it (brake 4), and probation",
+        "seconds for which a new size is measured before the next decision (brake 4); also the trial time "
+        "after a change",
     ),
-    "global_step_count_to_auto_worker": Setting("stable_steps", 5, "steps, likewise (brake 4)"),
+    "global_step_count_to_auto_worker": Setting(
+        "stable_steps", 5, "steps for which a new size is measured before the next decision (brake 4)"
+    ),
     "seconds_interval_to_optimize": Setting(
-        "worker_pause", 300, "least seconds between two changes of workers (brake 5)"
+        "worker_pause", 300, "shortest time between two changes of workers, in seconds (brake 5)"
     ),
-    "seconds_to_change_ps": Setting("server_pause", 3600, "least seconds between two changes of servers (brake 5)"),
+    "seconds_to_change_ps": Setting(
+        "server_pause", 3600, "shortest time between two changes of servers, in seconds (brake 5)"
+    ),
     "seconds_huge_training_threshold": Setting(
-        "slow_start", 1800, "servers stay as they are if training takes longer than this to begin"
+        "slow_start", 1800, "the number of servers stays as it is if training takes more seconds than this to begin"
     ),
     "train_speed_record_num": Setting("", 50, "a run is summed up as a median, however many reports it has"),
     "seconds_to_start_autoscale_worker": Setting(
@@ -98,11 +103,22 @@ class ScalingOptions(NamedTuple):
 def add_scaling_options(add: Callable[..., object]) -> None:
     """`add`: as `argparse.ArgumentParser.add_argument`."""
     modes = "|".join(each.value for each in ScaleMode)
-    add("--auto-scale", default=None, metavar=modes, help="let the job find its own size between MIN and MAX (off)")
-    add("--scale-for", default=None, metavar="|".join(ScaleFor), help="what it grows for (balanced)")
-    add("--nodes-start", type=int, default=0, metavar="N", help="nodes to begin with under --auto-scale on (MIN)")
-    add("--optimizer", default=None, metavar="|".join(Optimizer), help="how it plans (fitted)")
-    add("--ignore-room", action="store_true", help="a room that shrinks is no order to shrink")
+    add(
+        "--auto-scale",
+        default=None,
+        metavar=modes,
+        help="switch automatic scaling between MIN and MAX: on, off, or dry-run (off)",
+    )
+    add("--scale-for", default=None, metavar="|".join(ScaleFor), help="goal of automatic scaling (balanced)")
+    add(
+        "--nodes-start",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of nodes at the start, with --auto-scale on (MIN)",
+    )
+    add("--optimizer", default=None, metavar="|".join(Optimizer), help="method that plans the size (fitted)")
+    add("--ignore-room", action="store_true", help="the job keeps its nodes when the platform has room for fewer")
     for which, default in (("smallest", "cpu=4,memory=6Gi"), ("largest", "cpu=32,memory=64Gi")):
         add(
             f"--{which}-node",
@@ -114,13 +130,14 @@ def add_scaling_options(add: Callable[..., object]) -> None:
         "--model-card",
         default=None,
         metavar="BLOCK,LAYERS,HEADS,EMBEDDING",
-        help="of the transformer, for --tuner historical (128,20,20,1280)",
+        help="the transformer's sizes, for --tuner historical (128,20,20,1280)",
     )
     add(
         "--tuner",
         default=None,
         metavar="|".join(Tuner),
-        help="tune the micro-batch of the workers at run time; dlrover-run's --auto-tuning means memory (off)",
+        help="tune the micro-batch size of the workers while they train; dlrover-run's --auto-tuning tunes for "
+        "memory (off)",
     )
 
 

@@ -190,8 +190,8 @@ def encode_settings(settings: Settings) -> bytes:
         return msgspec.json.encode(settings)
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{error.object!r} is not valid UTF-8. Only the script and its arguments may be so; give another name in this "
-            "option or variable."
+            f"{error.object!r} is not valid UTF-8. Only the script and its arguments may contain such names. "
+            "Give another name in this option or variable."
         ) from error
 
 
@@ -236,13 +236,15 @@ def parse_rdzv_conf(text: str, notes: list[str]) -> dict[str, float]:
     for part in text.split(",") if text else ():
         key, equals, value = (_unquoted(piece) for piece in part.partition("="))
         if not key or not equals or not value:
-            raise ConfigError(f"--rdzv-conf {text}: give KEY=VALUE,KEY=VALUE; {part!r} is not of that form.")
+            raise ConfigError(
+                f"--rdzv-conf {text}: {part!r} does not have the form KEY=VALUE. Give KEY=VALUE,KEY=VALUE."
+            )
         if key in _TORCH_RDZV_KEYS:
             notes.append(f"--rdzv-conf {key} has no effect here: it belongs to torch's own rendezvous.")
             continue
         if key not in _OUR_RDZV_KEYS:
             hint = nearest(key, (*_OUR_RDZV_KEYS, *_TORCH_RDZV_KEYS))
-            notes.append(f"--rdzv-conf {key} has no effect: no part of the rendezvous knows this key.{hint}")
+            notes.append(f"--rdzv-conf {key} has no effect, because the rendezvous has no such setting.{hint}")
             continue
         try:
             seconds = float(value)
@@ -301,9 +303,7 @@ def read_entry(parsed: Parsed) -> Entry:
         kind = EntryKind.RUN_PATH
     elif parsed.flag("no_python"):
         if parsed.flag("module"):
-            raise ConfigError(
-                "--no-python and --module exclude each other: a program is no Python module. Leave one out."
-            )
+            raise ConfigError("--no-python and --module exclude each other. Leave one out.")
         check_program(parsed.script)
         kind = EntryKind.PROGRAM
     elif parsed.flag("module"):
@@ -467,7 +467,9 @@ def _snapshot_parity(parsed: Parsed) -> tuple[int, int]:
             "be lost."
         )
     if parsed.integer("snapshot_replicas"):
-        raise ConfigError("--snapshot-parity and --snapshot-replicas: give one of the two, they protect from the same.")
+        raise ConfigError(
+            "--snapshot-parity and --snapshot-replicas protect from the same losses. Give only one of them."
+        )
     return int(k), int(m)
 
 
@@ -524,8 +526,8 @@ def _check(parsed: Parsed, limits: Limits, notes: list[str]) -> CheckTerms | Non
     module = module_of(accelerator)
     if module is None:
         notes.append(
-            f"--accelerator {accelerator}: no installed package can check such a device, so nodes are not checked. Install "
-            "a package that can, or use cpu."
+            f"--accelerator {accelerator}: no installed package can check this kind of device, so the node "
+            "check cannot run. Install a package that can, or give --accelerator cpu."
         )
         return None
     try:
@@ -603,7 +605,10 @@ def _node_rank(parsed: Parsed, environment: Environment, limits: Limits, notes: 
     if rank is None:
         return given
     if given is not None and given != rank:
-        notes.append(f"{environment.node_rank_variable}={rank} wins over --node-rank {given}.")
+        notes.append(
+            f"--node-rank {given} has no effect, because the variable {environment.node_rank_variable}={rank} takes "
+            "precedence."
+        )
     return rank
 
 
@@ -615,9 +620,9 @@ def _preload(text: str) -> tuple[str, ...]:
     modules = tuple(part.strip() for part in text.split(",") if part.strip())
     for module in modules:
         if module.startswith("-") and module[1:] not in _PRELOADED:
-            raise ConfigError(f"--preload {text}: only {' and '.join(_PRELOADED)} can be left out with a minus.")
+            raise ConfigError(f"--preload {text}: a minus can leave out only {' and '.join(_PRELOADED)}.")
         if not all(piece.isidentifier() for piece in module.removeprefix("-").split(".")):
-            raise ConfigError(f"--preload {text}: {module!r} is no name of a Python module.")
+            raise ConfigError(f"--preload {text}: {module!r} is not a name of a Python module.")
     return modules
 
 
@@ -650,7 +655,7 @@ def _tls(parsed: Parsed) -> TlsConfig | None:
         return None
     for name, path in files.items():
         if path and not os.access(path, os.R_OK):
-            raise ConfigError(f"--tls-{name} {path}: there is no such readable file.")
+            raise ConfigError(f"--tls-{name} {path}: this file does not exist or cannot be read.")
     if bool(files["cert"]) != bool(files["key"]):
         raise ConfigError("--tls-cert and --tls-key belong together: give both or none.")
     return TlsConfig(**{name: os.path.abspath(path) if path else "" for name, path in files.items()})
@@ -675,7 +680,7 @@ def _at_least_zero(option: str, seconds: float) -> float:
 
 def _journal(path: str) -> str:
     if path and os.path.exists(path) and not os.path.isdir(path):
-        raise ConfigError(f"--journal {path}: this is a file; give a directory, each job gets its own file in it.")
+        raise ConfigError(f"--journal {path} is a file. Give a directory; each job gets a file of its own in it.")
     return absolute(path)
 
 

@@ -45,6 +45,6 @@ def check_extra() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"The dashboard needs {' and '.join(missing)}, which is not installed. Install the extra `dashboard` of this project; or "
-            "leave out --enable-dashboard and --service-type http."
+            f"The dashboard needs {' and '.join(missing)}, but this is not installed. Install it with: pip "
+            "install 'dlrover[dashboard]'. Or leave out --enable-dashboard and --service-type http."
         )

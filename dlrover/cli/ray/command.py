@@ -34,7 +34,10 @@ app = typer.Typer(name="ray", help="Run jobs on a Ray cluster that exists.", no_
 
 Address = Annotated[
     str,
-    typer.Option("--address", help="The cluster: HOST:PORT of its head. Not given: RAY_ADDRESS, else the one here."),
+    typer.Option(
+        "--address",
+        help="Address of the cluster's head, HOST:PORT. Not given: RAY_ADDRESS, or the cluster of this machine.",
+    ),
 ]
 JobName = Annotated[str, typer.Argument(help="Name of the job, or the beginning of it; not needed if only one runs.")]
 
@@ -50,7 +53,7 @@ def run(context: typer.Context) -> None:
 
 @app.command(name="list")
 def list_jobs(address: Address = "") -> None:
-    """List the jobs of the cluster, and results that have not been fetched yet."""
+    """List the jobs of the cluster, and ended jobs whose result was not fetched yet."""
     from rich.table import Table
 
     from dlrover.platforms.ray.access import connected
@@ -70,7 +73,7 @@ def list_jobs(address: Address = "") -> None:
         if table.row_count:
             table_console().print(table)
         else:
-            echo("No job is in this cluster.")
+            echo("No job runs in this cluster.")
 
 
 @app.command()
@@ -79,7 +82,7 @@ def status(
     address: Address = "",
     is_json: Annotated[bool, typer.Option("--json", help="Print all that is known, as JSON.")] = False,
 ) -> None:
-    """Show a running job: its stage, its nodes, and the reason for what it does."""
+    """Show a running job: its stage, its nodes, and the reason for its present state."""
     import msgspec
 
     from dlrover.cli.show.roles import view_of_roles
@@ -108,9 +111,9 @@ def status(
 def logs(
     job: JobName = "",
     address: Address = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
 ) -> None:
-    """Print the output of a job's nodes: the newest 4 MiB, and with -f what follows."""
+    """Print the output of a job's nodes: the newest 4 MiB, and with -f also later output."""
     with found_job(job, address) as found:
         try:
             asyncio.run(found.follow(_print, is_following=follow, takes_result=False))
@@ -120,7 +123,7 @@ def logs(
 
 @app.command()
 def attach(job: JobName = "", address: Address = "") -> None:
-    """Show a job as `dlrover ray run` does, and end with its exit code. Ctrl-C leaves the job running."""
+    """Show the output of a job as `dlrover ray run` does, and exit with the job's exit code. Ctrl-C leaves the job running."""
     from dlrover.cli.ray.driver import find_job, take_result
     from dlrover.platforms.ray.access import connected
 
@@ -134,7 +137,7 @@ def attach(job: JobName = "", address: Address = "") -> None:
 
 @app.command()
 def stop(job: JobName = "", address: Address = "") -> None:
-    """End a running job in good order, on all its nodes."""
+    """Stop a running job on all its nodes, in an orderly way."""
     with found_job(job, address) as found:
         found.stop()
         echo(f"Job {found.name} is stopping.")
@@ -142,7 +145,7 @@ def stop(job: JobName = "", address: Address = "") -> None:
 
 @app.command()
 def clean(address: Address = "") -> None:
-    """Remove what killed jobs left in the cluster, and results that have not been fetched."""
+    """Remove leftovers of killed jobs from the cluster, and results that were not fetched."""
     from dlrover.cli.ray.driver import clean as remove_left
     from dlrover.platforms.ray.access import connected
 
@@ -234,7 +237,7 @@ async def _show(job: SubmittedJob, *, stops_job: bool) -> JobOver | None:
         if news.address:
             display.move(news.address)
         if news.num_lost:
-            display.say(f"{news.num_lost} older lines are only in the nodes' log files")
+            display.say(f"{news.num_lost} older lines are not shown; the log files on the nodes have them")
         _show_items(display, news)
 
     with display:

@@ -188,7 +188,7 @@ def find_job(ray: Any, name: str) -> SubmittedJob:
     running = ", ".join(names) or "none"
     if not name:
         raise ConfigError(f"Name a job. Running in this cluster: {running}.")
-    raise ConfigError(f"{len(fitting) or 'No'} jobs in this cluster are called {name}. Running: {running}.")
+    raise ConfigError(f"{len(fitting) or 'No'} jobs in this cluster have the name {name}. Running: {running}.")
 
 
 def take_result(name: str) -> JobResult | None:
@@ -242,9 +242,10 @@ def _claim_name(run: RayRun) -> RayRun:
             return run if number == 1 else renamed(run, name)
         if run.has_given_name:
             raise ConfigError(
-                f"A job {base} is in this cluster already. Give another --job-name, or end that one: dlrover ray stop {base}"
+                f"A job {base} runs in this cluster already. Give another --job-name, or end that job: dlrover "
+                f"ray stop {base}"
             )
-    raise ConfigError(f"{_MAX_NAMES} jobs in this cluster are called after this script. Give a --job-name.")
+    raise ConfigError(f"This cluster has {_MAX_NAMES} jobs that are named after this script. Give a --job-name.")
 
 
 def _runtime_env(ray: Any, run: RayRun) -> dict[str, object]:
@@ -254,8 +255,8 @@ def _runtime_env(ray: Any, run: RayRun) -> dict[str, object]:
     uploaded = ray.get_runtime_context().runtime_env.get("working_dir")
     if not uploaded:
         raise ConfigError(
-            "The working directory cannot be sent over a connection to Ray that is there already. Connect with "
-            "ray.init(runtime_env={'working_dir': DIR}) before."
+            "The working directory cannot be sent, because this process is already connected to Ray. Connect "
+            "with ray.init(runtime_env={'working_dir': DIR}) instead."
         )
     return {"working_dir": uploaded}
 

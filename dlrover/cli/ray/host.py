@@ -136,7 +136,7 @@ class RayHost:
         """As a signal to `dlrover local`: the first ends the job in good order, a second SIGINT at once."""
         if self._stopped_by is not None:
             if number == signal.SIGINT and self._host is not None:
-                self._bulletin.say("interrupted again: killing everything at once")
+                self._bulletin.say("interrupted again: all processes are killed at once")
                 self._conclude(128 + number)
                 self._tasks.append(asyncio.ensure_future(self._host.stop(grace=0.0)))
             return
@@ -154,7 +154,7 @@ class RayHost:
         def tell(error: Exception) -> None:
             log.exception("the host failed job=%s", self._job_uid)
             what = "" if isinstance(error, DLRoverError) else f"{type(error).__name__}: "
-            self._conclude(EXIT_MASTER_LOST, f"The job cannot be hosted on {_own_address()}: {what}{error}")
+            self._conclude(EXIT_MASTER_LOST, f"The job cannot run on {_own_address()}: {what}{error}")
 
         with contained(tell):  # drivers have to hear of it, and the nodes have to end
             if await self._begin(secrets):
@@ -172,8 +172,8 @@ class RayHost:
             if secrets is None and plan.has_variables:
                 self._conclude(
                     EXIT_MASTER_LOST,
-                    "The job's host failed while no node was running. Only the host and the nodes hold the values of "
-                    "--env, so they are lost. Start the job again.",
+                    "The job's host failed while no node was running. The values of --env are lost, because "
+                    "only the host and the nodes held them. Start the job again.",
                 )
                 return True
         self._secrets = secrets if secrets is not None and secrets.token else JobSecrets(token=os.urandom(24).hex())
@@ -223,7 +223,7 @@ class RayHost:
         self._master.start(self._master_config(plan, plan.master, directory, config.socket))
         self._bulletin.address = str(self._address)
         if self._epoch > 1:
-            self._bulletin.say(f"the job's host was started again on {_own_address()}; workers train on")
+            self._bulletin.say(f"the job's host was started again on {_own_address()}; workers keep training")
             await starter.move_master(str(self._address))
 
     def _master_config(

@@ -54,7 +54,7 @@ def read_job_file(
     spec = _spec_of(_decode(path), path)
     replicas = spec.get("replicaSpecs")
     if not isinstance(replicas, dict) or not replicas:
-        raise ConfigError(f"{path}: spec.replicaSpecs names no nodes. Give spec.replicaSpecs.worker.replicas.")
+        raise ConfigError(f"{path}: spec.replicaSpecs lists no nodes. Give spec.replicaSpecs.worker.replicas.")
     found = _training_types(replicas, path)
     strategy = _strategy(spec, found, path)
     kinds = {kind: _replica_spec(name, replica, path) for kind, (name, replica) in found.items()}
@@ -142,7 +142,7 @@ def _decode(path: str) -> object:
             return msgspec.yaml.decode(data)
     except ImportError as error:
         raise ConfigError(
-            f"--job-spec {path}: YAML needs the package pyyaml, which the extra `ray` brings along."
+            f"--job-spec {path}: YAML files need the package pyyaml. Install it with: pip install 'dlrover[ray]'"
         ) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"--job-spec {path}: {error}.") from error
@@ -174,10 +174,10 @@ def _training_types(replicas: Mapping[str, object], path: str) -> dict[NodeType,
             continue
         where = f"{path}: spec.replicaSpecs.{name}"
         if name not in (*NodeType, _FORMER_CHIEF):
-            raise ConfigError(f"{where}: there is no such type. Known are {', '.join((*NodeType, _FORMER_CHIEF))}.")
+            raise ConfigError(f"{where} is not a type of node. The types are {', '.join((*NodeType, _FORMER_CHIEF))}.")
         kind = NodeType.CHIEF if name == _FORMER_CHIEF else NodeType(name)
         if kind in found:
-            raise ConfigError(f"{where} and {found[kind][0]} are the same type. Give one of them.")
+            raise ConfigError(f"{where} and {found[kind][0]} name the same type. Give only one of them.")
         if not isinstance(replica, dict):
             raise ConfigError(f"{where} must be a map with replicas and resources.")
         _check_keys(replica, _REPLICA_KEYS, where)
@@ -230,7 +230,7 @@ def _unused_fields(spec: Mapping[str, object], replicas: Mapping[str, Mapping[st
         },
     }
     names = [name for name, is_given in given.items() if is_given]
-    return f"Without effect on Ray: {', '.join(names)}." if names else ""
+    return f"These fields have no effect on Ray: {', '.join(names)}." if names else ""
 
 
 def _is_true(value: object, where: str) -> bool:
@@ -262,13 +262,15 @@ def _command_of(found: Mapping[NodeType, tuple[str, Mapping[str, object]]], path
     commands = {name: words for name, replica in found.values() if (words := _replica_command(replica))}
     if not commands:
         raise ConfigError(
-            f"{path}: nothing says what the workers run. Give spec.replicaSpecs.worker.command, or put the script after `--`."
+            f"{path} does not say which command the workers run. Give spec.replicaSpecs.worker.command, or put "
+            "the script after `--`."
         )
     first = next(iter(commands))
     other = next((name for name, words in commands.items() if words != commands[first]), "")
     if other:
         raise ConfigError(
-            f"{path}: {first} and {other} have different commands. On Ray all nodes of a job run the same: the type of a node says what it does."
+            f"{path}: {first} and {other} have different commands. On Ray, all nodes of a job run the same "
+            "command, and the type of a node tells it what to do."
         )
     return commands[first]
 

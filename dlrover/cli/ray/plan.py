@@ -120,7 +120,7 @@ def build_run(
     given = passed_on(environ)
     parsed = parse([f"--nnodes={size.min_nodes}:{size.max_nodes}", f"--standby={size.standby}", *command], given)
     if parsed.immediate:
-        raise ConfigError(f"{parsed.immediate} is an option of dlrover-run alone.")
+        raise ConfigError(f"{parsed.immediate} is an option of dlrover-run only.")
     entry, script = _entry(parsed, options.working_dir)
     settings = build_settings(parsed, read_environment(given), entry=entry)
     encode_settings(settings)
@@ -266,10 +266,10 @@ def _variables(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, st
         name, has_value, value = text.partition("=")
         if not has_value:
             if name not in environ:
-                raise ConfigError(f"--env {name}: the variable is not set here. Give --env {name}=VALUE.")
+                raise ConfigError(f"--env {name}: this variable is not set on this machine. Give --env {name}=VALUE.")
             value = environ[name]
         if not name:
-            raise ConfigError(f"--env {text}: give NAME=VALUE, or NAME for the value that it has here.")
+            raise ConfigError(f"--env {text}: give NAME=VALUE, or NAME to send the value that it has on this machine.")
         found[name] = value
     return found
 
@@ -279,7 +279,9 @@ def _resources(given: Sequence[str]) -> dict[str, float]:
     for text in given:
         name, _, amount = text.partition("=")
         if not name or name in ("CPU", "GPU", "memory", "object_store_memory"):
-            raise ConfigError(f"--resource {text}: give NAME=AMOUNT; processors are --cpus, accelerators --gpus.")
+            raise ConfigError(
+                f"--resource {text}: give NAME=AMOUNT. Use --cpus for processors and --gpus for accelerators."
+            )
         found[name] = _amount(amount, f"--resource {text}")
     return found
 
@@ -311,13 +313,13 @@ def _seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds") from error
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds") from error
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Run an elastic job on a Ray cluster that exists; each node is an actor with a real dlrover-run below it.",
+        description="Run an elastic job on an existing Ray cluster. Each node is an actor that runs dlrover-run.",
         usage=f"{PROGRAM} [options] -- [options of dlrover-run] SCRIPT [ARGS]",
         allow_abbrev=False,
     )
@@ -326,20 +328,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--address",
         default="",
         metavar="A",
-        help="the cluster: HOST:PORT of its head (RAY_ADDRESS, else the one here)",
+        help="address of the cluster's head, HOST:PORT (RAY_ADDRESS, or the cluster of this machine)",
     )
-    add("--nodes", default="1", metavar="N|MIN:MAX", help="how many nodes; MIN:MAX for an elastic job (1)")
+    add("--nodes", default="1", metavar="N|MIN:MAX", help="number of nodes, or MIN:MAX for an elastic job (1)")
     add("--nproc-per-node", default="", metavar="P", help="workers on each node, as for dlrover-run (1)")
-    add("--cpus", default="1", metavar="C", help="processors of each node (1)")
+    add("--cpus", default="1", metavar="C", help="processor cores of each node (1)")
     add("--gpus", default="0", metavar="G", help="accelerators of each node (0)")
     add("--gpu-type", default="", metavar="TYPE", help="Ray's name for the kind of accelerator, such as A100")
-    add("--memory", default="0", metavar="MIB", help="memory of each node, in MiB (not asked for)")
+    add("--memory", default="0", metavar="MIB", help="memory of each node, in MiB (no requirement)")
     add(
         "--resource",
         action="append",
         default=[],
         metavar="NAME=AMOUNT",
-        help="a custom resource of each node; may be given again",
+        help="amount of a custom resource of each node; may be given again",
     )
     add(
         "--standby",
@@ -347,41 +349,50 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="number of extra nodes that wait warm and replace a lost one at once",
     )
-    add("--placement", default="spread", metavar="|".join(Placement), help="how nodes share machines (spread)")
+    add("--placement", default="spread", metavar="|".join(Placement), help="how nodes are placed on machines (spread)")
     add(
         "--host-machine",
         default="",
         metavar="ID",
-        help="Ray's node id of the machine for the job's host and master (the head's)",
+        help="Ray's node id of the machine that runs the job's host and master (the head's)",
     )
     add_scaling_options(add)
-    add("--capacity", type=int, default=0, metavar="N", help="most nodes at a time (no limit)")
+    add("--capacity", type=int, default=0, metavar="N", help="most nodes that may run at a time (no limit)")
     add("--max-relaunches", default="3", metavar="R", help="how often a node rank may be relaunched (3)")
     add(
         "--pending-timeout",
         type=_seconds,
         default=900.0,
         metavar="S",
-        help="seconds that a needed node may wait for room (900; 0: for ever)",
+        help="seconds that a needed node may wait for a machine (900; 0: no limit)",
     )
     add(
         "--wait-for-machines",
         action="store_true",
         help="start even if no machine of the cluster is large enough for a node",
     )
-    add("--job-name", default="", metavar="NAME", help="for `dlrover ray status NAME` and others")
+    add(
+        "--job-name",
+        default="",
+        metavar="NAME",
+        help="name of the job for other commands, such as `dlrover ray status NAME`",
+    )
     add(
         "--working-dir",
         default="",
         metavar="DIR",
-        help="send this directory to each machine; the script is found in it",
+        help="directory to send to each machine; the script is looked up in it",
     )
     add(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="a variable for all nodes; Ray shows this command line, so name a secret only",
+        help="environment variable for all nodes. Ray shows this command line, so for a secret give only its NAME",
     )
-    add("--detach", action="store_true", help="return when the job is submitted; `dlrover ray attach` shows it")
+    add(
+        "--detach",
+        action="store_true",
+        help="return as soon as the job is submitted; `dlrover ray attach` then shows its output",
+    )
     return parser

@@ -49,7 +49,7 @@ def _curves(chosen: Forecast) -> list[str]:
     for life in chosen.lives:
         points = [(x(hours), y(part)) for hours, part, _ in life.curve]
         parts.append(svg.polyline(points, _GOOD if life.is_completed else _BAD, stroke_opacity="0.6"))
-    parts.append(svg.text(right, bottom + 40, "dashed: if nothing ever failed", anchor="end"))
+    parts.append(svg.text(right, bottom + 40, "dashed: time without any failure", anchor="end"))
     return parts
 
 

@@ -81,7 +81,7 @@ def as_markdown(history: History) -> str:
         "",
         "## What would have helped",
         "",
-        *([f"* {_md(each.text)}" for each in goodput.counterfactuals] or ["Nothing that is known."]),
+        *([f"* {_md(each.text)}" for each in goodput.counterfactuals] or ["Nothing that this report can tell."]),
         "",
         "## Nodes",
         "",

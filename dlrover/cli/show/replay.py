@@ -67,8 +67,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dlrover replay", description="What a job's journal says, and if it is true.")
-    parser.add_argument("journal", type=Path, metavar="JOURNAL", help="the master's SQLite file")
+    parser = argparse.ArgumentParser(
+        prog="dlrover replay",
+        description="Replay a job's journal: show what was decided, and check that it is correct.",
+    )
+    parser.add_argument("journal", type=Path, metavar="JOURNAL", help="the master's journal (an SQLite file)")
     parser.add_argument("--json", action="store_true", dest="as_json", help="one JSON object per line")
     return parser
 
@@ -87,7 +90,7 @@ def replay(journal: Path, *, as_json: bool = False) -> int:
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
-        raise JournalError(f"There is no journal {path}. Give the SQLite file that the master was started with.")
+        raise JournalError(f"There is no journal {path}. Give the path of the master's journal (an SQLite file).")
     connection = None
     try:
         try:
@@ -141,7 +144,7 @@ def walk_journal(path: Path) -> Iterator[tuple[Step | None, Job]]:
                 yield step, job
         except JournalCorrupt as error:
             raise JournalError(
-                f"The journal {path} is not what was decided: after record {job.number}: {error}"
+                f"The journal {path} differs from what its commands lead to, after record {job.number}: {error}"
             ) from error
 
 
@@ -149,8 +152,9 @@ def _check_version(meta: dict[str, Any], path: Path) -> None:
     check_meta(meta, path)
     if meta.get("decision_version") != DECISION_VERSION:
         raise JournalError(
-            f"The journal {path} was written by decision version {meta.get('decision_version')}, and this dlrover "
-            f"decides by version {DECISION_VERSION}: the same commands may lead elsewhere. Use the dlrover that wrote it."
+            f"The journal {path} was written by decision version {meta.get('decision_version')}, and this "
+            f"dlrover has version {DECISION_VERSION}. Different versions may decide differently. Use the "
+            "dlrover that wrote the journal."
         )
 
 
@@ -169,7 +173,9 @@ def _print_timeline(connection: sqlite3.Connection, path: Path, *, as_json: bool
     except (JournalCorrupt, AssertionError, LookupError, TypeError, ValueError) as error:
         # The core checks its own invariants: a record that breaks one was not written by it.
         text = str(error) or type(error).__name__
-        raise JournalError(f"The journal {path} is not what was decided: after record {job.number}: {text}") from error
+        raise JournalError(
+            f"The journal {path} differs from what its commands lead to, after record {job.number}: {text}"
+        ) from error
     printer.end(job, len(stored.records))
 
 
@@ -186,7 +192,10 @@ def _snapshots(connection: sqlite3.Connection, path: Path) -> dict[int, bytes]:
 def _check_snapshot(snapshots: dict[int, bytes], job: Job, path: Path) -> None:
     stored = snapshots.get(job.number + 1)
     if stored is not None and checksum(job.encode()) != stored:
-        raise JournalError(f"The journal {path}: the snapshot after record {job.number} is not the state it leads to.")
+        raise JournalError(
+            f"The journal {path}: the snapshot after record {job.number} differs from the state that the records "
+            "lead to."
+        )
 
 
 class _TextPrinter:
@@ -209,7 +218,7 @@ class _TextPrinter:
             self._console.print(Text(f"{'':>8}> {effect_in_words(effect, job)}", style="green"))
 
     def end(self, job: Job, num_records: int) -> None:
-        self._console.print(Text(f"{num_records} records replayed, all digests are as recorded", style="bold"))
+        self._console.print(Text(f"{num_records} records replayed; all digests match", style="bold"))
         self._console.print(f"digest {job.digest().hex()}")
 
 
@@ -252,7 +261,7 @@ def in_words(command: Command) -> str:
         case Attach():
             rank = "any rank" if command.node_rank is None else f"rank {command.node_rank}"
             life = "for the first time" if not command.incarnation else f"again (incarnation {command.incarnation})"
-            runs = f", running round {command.running_round}" if command.running_round else ""
+            runs = f", which runs round {command.running_round}" if command.running_round else ""
             return f"{command.host} attaches {life}, {rank}, {command.local_world_size} workers{runs}"
         case JoinRendezvous():
             return f"{_node(command)} joins round {command.round} and offers {command.offer}"
@@ -270,7 +279,7 @@ def in_words(command: Command) -> str:
         case NodeDisconnected():
             return f"the stream of {_node(command)} broke"
         case NodeSilent():
-            return f"nothing heard of {_node(command)} since {clock_time(command.last_seen_at)}"
+            return f"{_node(command)} has sent nothing since {clock_time(command.last_seen_at)}"
         case DeadlinePassed():
             return f"deadline {command.kind.value} of {command.id} passed"
         case RunMeasured():
@@ -308,7 +317,7 @@ def effect_in_words(effect: Effect, job: Job) -> str:
         case EndStream(node=node):
             return f"node {node}: its stream ends"
         case FinishJob(end=end):
-            return f"the job is over: {end.reason.value}, exit code {end.exit_code}. {end.message}"
+            return f"the job ended: {end.reason.value}, exit code {end.exit_code}. {end.message}"
         case LaunchNode():
             return f"platform: launch {effect.name} as {effect.node_type.value} {effect.rank}"
         case RemoveNode():

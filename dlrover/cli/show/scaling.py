@@ -27,14 +27,14 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 20, 50, 50
 _INK, _FAINT, _CURVE, _POINT, _MARK = "#1f2933", "#d5dbe1", "#2563eb", "#2e9e5b", "#d97706"
 _MODES = {
     ScaleMode.OFF: "off: only people change the size of this job",
-    ScaleMode.DRY_RUN: "dry-run: it decides and says, and changes nothing",
+    ScaleMode.DRY_RUN: "dry-run: the master decides and reports, and changes nothing",
     ScaleMode.ON: "on",
 }
 
 
 def why_lines(status: ScalingStatus) -> Iterator[str]:
-    yield f"Scaling is {_MODES[status.mode]} (for {status.scale_for.value}, optimizer {status.optimizer.value})."
-    yield f"Why: {status.sentence or 'nothing was decided yet'}"
+    yield f"Automatic scaling is {_MODES[status.mode]} (for {status.scale_for.value}, optimizer {status.optimizer.value})."
+    yield f"Why: {status.sentence or 'no decision yet'}"
     if status.brake is not Brake.NONE:
         opens = ""
         if status.brake_opens_at is not None:
@@ -60,7 +60,7 @@ def why_lines(status: ScalingStatus) -> Iterator[str]:
     yield from _fit(status.fit)
     for refused in status.refused:
         seconds = max(0.0, (refused.until - status.now) / 1e6)
-        yield f"Taken back {refused.times} times: {refused.text}; not tried again for {seconds:.0f} s."
+        yield f"Undone {refused.times} times: {refused.text}; it is not tried again for {seconds:.0f} s."
     if status.tuning.version:
         tuned = status.tuning
         yield f"Tuning, version {tuned.version}: micro-batch {tuned.micro_batch}, {tuned.accumulation} passes for each step."
@@ -93,7 +93,7 @@ def draw(status: ScalingStatus) -> str:
     if points:
         parts += _plot(points, status)
     else:
-        parts.append(svg.text(LEFT, HEIGHT / 2, "Nothing was measured yet."))
+        parts.append(svg.text(LEFT, HEIGHT / 2, "There is no measurement yet."))
     size = {"width": f"{WIDTH}", "height": f"{HEIGHT}", "fill": _INK, "font_family": "sans-serif", "font_size": "13"}
     return svg.picture((WIDTH, HEIGHT), parts, label=title, **size) + "\n"
 
@@ -136,7 +136,7 @@ def _present(status: ScalingStatus) -> str:
     if status.node_unit > 1:
         bounds += f" in multiples of {status.node_unit}"
     if status.configuration is None:
-        return f"{bounds}; no run was measured yet"
+        return f"{bounds}; there is no measurement yet"
     speed = f"{status.speed:.4g} {status.unit}" if status.speed else "not measured yet"
     return f"{bounds}; {text_of(status.configuration)}: {speed}"
 
@@ -167,7 +167,7 @@ def _candidates(candidates: Sequence[ScaleCandidate], unit: str) -> Iterator[str
         held = f"held by brake {brake_name(each.brake)}: {each.why}" if each.brake is not Brake.NONE else "free"
         yield f"  {each.text:<24} {speed:<22} gain {each.gain:+.1%}  resources x{each.resources:.2f}  {held}"
     if not candidates:
-        yield "  none: nothing was measured yet, or the job cannot be changed"
+        yield "  none: there is no measurement yet, or the size of the job cannot change"
 
 
 def _fit(fit: ScaleFit | None) -> Iterator[str]:

@@ -82,7 +82,9 @@ def cluster_lines(status: JobStatus) -> list[str]:
     if view.servers:
         words.append(f"{len(view.servers)} parameter servers")
     if view.restored_step is not None:
-        words.append("began with a fresh model" if view.restored_step < 0 else f"began with step {view.restored_step}")
+        words.append(
+            "started with a new model" if view.restored_step < 0 else f"started from step {view.restored_step}"
+        )
     if view.saved_step >= 0:
         words.append(f"step {view.saved_step} is saved")
     return [f"cluster: {', '.join(words)}"]
@@ -105,11 +107,11 @@ def _dataset_lines(data: DatasetState, now: int) -> list[str]:
         words.append(f"{data.speed:.0f} records/s{_ago(now, data.consumed_at)}")
         words += [] if data.remaining is None else [f"about {_span(data.remaining)} left"]
     if data.num_doing:
-        words.append(f"{data.num_doing} held by {data.num_readers} workers")
+        words.append(f"{data.num_doing} being read by {data.num_readers} workers")
     if data.waived:
-        words.append(f"the rest is left out: {data.waived}")
+        words.append(f"the remaining data are skipped: {data.waived}")
     lines = [f"data {spec.name} ({spec.task_type.name.lower()}): {', '.join(words)}"]
-    return lines + [f"data {spec.name}: UNREADABLE, set aside: {each}" for each in data.set_aside]
+    return lines + [f"data {spec.name}: UNREADABLE, skipped: {each}" for each in data.set_aside]
 
 
 def verdict_lines(past: PastVerdict, now: int) -> list[str]:
@@ -132,7 +134,7 @@ def checkpoint_lines(status: JobStatus) -> list[str]:
         lines.append(f"snapshot in memory: step {known.snapshot_step}")
     if known.copied_step is not None:
         lag = max(0, (known.snapshot_step or 0) - known.copied_step)
-        lines.append(f"on other nodes, too: step {known.copied_step}" + (f", {lag} steps behind" if lag else ""))
+        lines.append(f"copied to other nodes: step {known.copied_step}" + (f", {lag} steps behind" if lag else ""))
     lines += [
         f"checkpoint: step {each.step} in {each.directory}{_ago(status.now, each.at)}" for each in known.committed
     ]

@@ -70,7 +70,7 @@ class BrainClient:
         try:
             known = ExitReason(reason)
         except ValueError:
-            log.warning("unknown exit reason=%s, told as %s", reason, ExitReason.UNKNOWN_ERROR)
+            log.warning("unknown exit reason=%s, reported as %s", reason, ExitReason.UNKNOWN_ERROR)
             known = ExitReason.UNKNOWN_ERROR
         job = self._begin(job_meta)
         return job is not None and isinstance(self._ask(JobEnded(job=job, reason=known)), BrainStored)

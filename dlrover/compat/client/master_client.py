@@ -78,7 +78,7 @@ _LONGEST_BLOCK = 3600.0
 _NOBODY, _NO_LIFE = NodeId(-1), Incarnation(0)
 """The agent puts its own in."""
 _AGENT_DOES = "The agent of this node reports this by itself. The values given here are not used."
-_ALONE = "Outside of `dlrover-run` no master hears this."
+_ALONE = "This call has no effect outside of `dlrover-run`, because there is no master."
 _PHASES = {"#save": phases.CHECKPOINT, "#evaluate": phases.EVALUATION}
 _EVENT_LEVELS = {"info": "info", "warn": "warn", "warning": "warn", "error": "error"}
 
@@ -293,14 +293,14 @@ class MasterClient:
         try:
             status = self._status()
         except DLRoverError as error:
-            log.warning("The number of waiting nodes is not known: %s", error)
+            log.warning("The number of waiting nodes is unknown: %s", error)
             return 0
         is_ending = status.end is not None or status.stage in (Stage.STOPPING, Stage.STOPPED)
         return -1 if is_ending else status.num_pending
 
     def join_rendezvous(self, node_rank: int, local_world_size: int, rdzv_name: str = "") -> int:
         """The round that this worker runs in. The agent joins for its workers."""
-        self._say_once("join_rendezvous", "The agent joins the rendezvous for its workers; nothing is joined here.")
+        self._say_once("join_rendezvous", "This call has no effect: the agent joins the rendezvous for its workers.")
         return self._round
 
     def get_comm_world(self, rdzv_name: str, node_rank: int) -> tuple[int, int, dict[int, int]]:
@@ -322,7 +322,9 @@ class MasterClient:
         self, min_nodes: int, max_nodes: int, waiting_timeout: float, node_unit: int, joint_timeout: float = 0
     ) -> bool:
         """False: the first agent has set them, from the options of the launch."""
-        self._say_once("report_rdzv_params", "The options of `dlrover-run` decide about the rendezvous; these do not.")
+        self._say_once(
+            "report_rdzv_params", "These values have no effect: the options of `dlrover-run` set the rendezvous."
+        )
         return False
 
     def set_rdzv_blocked(self, blocked: bool, reason: str = "") -> None:
@@ -548,7 +550,10 @@ class MasterClient:
         status = self._status()
         if status.left_out.nodes:
             num_missing = sum(status.left_out.nodes.values())
-            raise Unavailable(f"The job has {num_missing} more nodes than one message can carry; see `dlrover status`.")
+            raise Unavailable(
+                f"The list lacks {num_missing} nodes of the job, because one message cannot carry more. `dlrover "
+                "status` shows all."
+            )
         return status.nodes
 
     def _is_reached(self, question: SyncFinished | BarrierOpen) -> bool:
@@ -684,8 +689,8 @@ class _NoAgent:
 
     def ask(self, request: WorkerRequest, *, timeout: float) -> Reply:
         raise Unavailable(
-            f"No agent runs this process, so the master at {self._address} cannot be asked. Start the script with "
-            "`dlrover-run`; without a master, unset DLROVER_MASTER_ADDR."
+            f"This process runs outside a job, so it cannot reach the master at {self._address}. Start the "
+            "script with `dlrover-run`; to run without a master, unset DLROVER_MASTER_ADDR."
         )
 
 

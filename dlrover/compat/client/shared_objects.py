@@ -187,7 +187,7 @@ class _Shared:
                 self._connection.sendall(payload)
                 frame = receive_frame(self._connection)
                 if frame is None:
-                    raise ConnectionResetError(errno.ECONNRESET, "the server has hung up")
+                    raise ConnectionResetError(errno.ECONNRESET, "the server closed the connection")
                 return _REPLY_DECODER.decode(frame[0])
             except OSError:
                 self._connection.close()
@@ -370,7 +370,7 @@ class SharedDict(_Shared):
             try:
                 self._content = dict(self._ask("get"))
             except SharedObjectFailed as error:
-                log.warning("the dictionary may be old: %s", error)
+                log.warning("the dictionary may be out of date: %s", error)
         return self._content
 
     def _handle(self, method: str, args: list[Any], who: object) -> Any:

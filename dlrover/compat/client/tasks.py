@@ -98,7 +98,7 @@ class TaskBook:
         with self._lock:
             lease = self._held.get(name, {}).pop(task_id, None)
         if lease is None:
-            reason = f"Dataset {name!r}: this process holds no task {task_id}. The report changes nothing."
+            reason = f"Dataset {name!r}: this process does not hold task {task_id}, so the report has no effect."
             log.warning("%s", reason)
             return comm.Response(False, reason)
         try:
@@ -138,7 +138,7 @@ class TaskBook:
             name = str(json.loads(content)["dataset_name"])
         except (ValueError, KeyError, TypeError) as error:
             raise Rejected(
-                "A dataset checkpoint is a JSON object with `dataset_name`.", code=ErrorCode.MALFORMED
+                "A dataset checkpoint must be a JSON object with `dataset_name`.", code=ErrorCode.MALFORMED
             ) from error
         self._told(RestoreDataset(dataset=name, content=content, round=self._round))
         with self._lock:

@@ -100,7 +100,7 @@ class SharedMemoryHandler:
         config = state_dict.get(DLROVER_CKPT_CONFIG_KEY, CheckpointConfig())
         extra = {DLROVER_CKPT_CONFIG_KEY: msgspec.msgpack.encode(config)}
         if self._open().save({_STATE: state}, step=config.step, extra=extra) is None:
-            raise BlockingIOError("every slot of this shard's memory is being read")
+            raise BlockingIOError("all slots of this shard's memory are being read")
 
     def load_state_dict(self) -> dict[str, Any]:
         """{} when there is none; the tensors are copies."""
@@ -347,7 +347,10 @@ def _move(storage: Storage, source: str, target: str) -> None:
         storage.make_directory(parent_of(target))
         storage.rename(source, target)
     else:
-        raise ConfigError(f"{target}: an object store cannot move a directory. Write to the target and commit there.")
+        raise ConfigError(
+            f"{target}: an object store cannot move a directory. Write the files directly to the target, and commit "
+            "there."
+        )
 
 
 def _slots(home: Path, rank: int | None) -> list[SlotName]:

@@ -181,7 +181,7 @@ class BrainClient:
         try:
             start = await self._introduce(limit=self._patience.start, wants_plan=True)
         except (Unavailable, Rejected) as error:
-            self._note_trouble(f"The job begins as its user says: {error}")
+            self._note_trouble(f"The job starts with the sizes that its user gave: {error}")
             return None
         log.info("brain address=%s start=%s", self._channel.address, start.sentence or "no plan")
         if start.plan is None:
@@ -197,7 +197,7 @@ class BrainClient:
 
     async def run(self) -> None:
         """Until cancelled. A mistake in here costs the job its Brain, never its master."""
-        with logged(log, "brain is left alone until the next master of this job: an unexpected error"):
+        with logged(log, "Brain is not used any more by this master because of an unexpected error"):
             await self._converse()
         await asyncio.get_running_loop().create_future()  # the master ends when a task of its own returns
 
@@ -232,7 +232,7 @@ class BrainClient:
                     await self._ask(JobEnded(job=self._job, reason=end.reason, totals=totals))
         except (Unavailable, Rejected, TimeoutError) as error:
             why = str(error) or f"no answer within {self._patience.farewell:g} s"
-            log.warning("brain has not heard all of this job reason=%s", why)
+            log.warning("Brain did not receive all measurements of this job reason=%s", why)
         finally:
             await self._channel.close()
 
@@ -241,7 +241,7 @@ class BrainClient:
     async def _introduce(self, *, limit: float, wants_plan: bool) -> StartPlan:
         answer = await self._channel.ask(self._presentation(wants_plan), timeout=limit)
         if not isinstance(answer, StartPlan):
-            raise Rejected(f"Brain answered a job's beginning with {type(answer).__name__}.")
+            raise Rejected(f"Brain answered the start of the job with {type(answer).__name__}.")
         self._is_known = True
         return answer
 
@@ -319,7 +319,7 @@ class BrainClient:
         try:
             runs = await asyncio.to_thread(past_runs, self._journal, since=newest)
         except (sqlite3.Error, OSError) as error:
-            raise Unavailable(f"The journal's former runs cannot be read now: {error}") from error
+            raise Unavailable(f"The earlier runs in the journal cannot be read now: {error}") from error
         self._outbox.hear_past(runs.values())
         self._taken = newest
 
@@ -362,7 +362,7 @@ class BrainClient:
             try:
                 await self._shell.tell(offer)
             except Rejected as error:
-                log.warning("the job refuses what brain offers reason=%s", error)
+                log.warning("the job rejected Brain's plan reason=%s", error)
 
     async def _ask_for_allowance(self) -> None:
         state = self._shell.state()
@@ -396,13 +396,13 @@ class BrainClient:
             if lapse is not None and loop.time() >= lapse and self.allow is not None:
                 self._allowed_until = None
                 self.allow(None, "")
-                log.info("brain's allowance has lapsed")
+                log.info("the node limit that Brain gave has expired")
 
     def _note_trouble(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:
-            log.warning("brain is away, the job decides by itself reason=%s", trouble)
+            log.warning("Brain cannot be reached, so the job decides without it reason=%s", trouble)
         elif self._trouble and not trouble:
-            log.info("brain is heard again")
+            log.info("Brain answers again")
         self._trouble = trouble
 
 

@@ -230,7 +230,7 @@ class WatchDriver:
             return
         error = answer.exception()
         if isinstance(error, DLRoverError):
-            log.info("finding refused finding=%s reason=%s", type(command).__name__, error)
+            log.info("a finding was rejected finding=%s reason=%s", type(command).__name__, error)
         elif error is not None:
             raise error
         if isinstance(command, HangFound | FaultFound):
@@ -245,7 +245,7 @@ class WatchDriver:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(autopsy.text, encoding="utf-8")
         except OSError as error:
-            log.warning("autopsy not written directory=%s reason=%s", self._directory, error.strerror)
+            log.warning("the autopsy could not be written directory=%s reason=%s", self._directory, error.strerror)
             return
         self._watch.autopsy = replace(autopsy, file=str(path))
         self._written.append(path)
@@ -284,7 +284,7 @@ def in_a_line(past: PastVerdict) -> str:
     ranks = [culprit.global_rank for culprit in verdict.culprits if culprit.global_rank >= 0]
     who = f" of {say_ranks(ranks)}" if ranks else ""
     follows = _FOLLOWS.get(verdict.action, verdict.reasoning)
-    text = " ".join(filter(None, (*verdict.evidence[:1], follows, "`dlrover diagnosis` tells more.")))
+    text = " ".join(filter(None, (*verdict.evidence[:1], follows, "`dlrover diagnosis` shows more.")))
     return " ".join(f"diagnosis: {verdict.fault.value}{who}. {text}".split())
 
 

@@ -41,7 +41,7 @@ class OldDiagnostician:
 
     def observe(self, **kwargs: Any) -> DiagnosisObservation | None:
         """Called with `portrait`, what is known of the job."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it observes")
+        raise NotImplementedError(f"{type(self).__name__} must define observe()")
 
     def resolve(self, problem: DiagnosisObservation, **kwargs: Any) -> list[DiagnosisAction]:
         return []

@@ -84,7 +84,7 @@ class UserDiagnosticians:
         try:
             decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict)
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-            log.warning("a diagnostician gave no verdict: %s", error)
+            log.warning("a diagnostician returned no verdict: %s", error)
             return None
         return msgspec.structs.replace(
             decoded,
@@ -113,7 +113,7 @@ class UserDiagnosticians:
         try:
             return await calls.call(lambda: _call(plugin, portrait))
         except NoAnswer as error:
-            log.warning("diagnostician %s gives no answer: %s", name, error)
+            log.warning("diagnostician %s failed: %s", name, error)
         await calls.wait_until_idle()
         return []
 
@@ -129,7 +129,7 @@ def _call(plugin: Any, portrait: Portrait) -> list[object]:
     if isinstance(answer, Verdict):
         return [answer]
     if not isinstance(answer, Iterable):
-        raise TypeError(f"{type(answer).__name__} is no list of verdicts")
+        raise TypeError(f"the answer must be a list of verdicts (got {type(answer).__name__})")
     return list(answer)[:MAX_VERDICTS]
 
 

@@ -100,7 +100,7 @@ class PreCheckRunner:
             await self._until_platform_is_seen()
             await self._check_all()
         except DLRoverError as error:
-            log.info("pre-check given up: %s", error)  # the job has ended, or begun without us
+            log.info("the pre-check stopped: %s", error)  # the job has ended, or begun without us
         finally:
             self._master_loop.listeners.on_decided.remove(self._heard)
 
@@ -200,7 +200,9 @@ class PreCheckRunner:
         return exit_contained(lambda error: self._broken(operator, trouble % f"{type(error).__name__}: {error}"))
 
     def _broken(self, operator: Operator, what: str) -> None:
-        text = f"The pre-check {operator.name} {what}. The job goes on without it; correct its code."
+        text = (
+            f"The pre-check {operator.name} {what}. The job continues without it. Correct the code of this pre-check."
+        )
         self._trouble = _text(what)
         self._tell(event(self._master_loop.now(), WARN, "pre_check_error", text))
 

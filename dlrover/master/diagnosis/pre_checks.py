@@ -91,7 +91,7 @@ class PreCheckOperator:
 
     def check(self, *args: Any, **kwargs: Any) -> PreCheckResult:
         """Called with `job_args`, a `JobView`."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it checks")
+        raise NotImplementedError(f"{type(self).__name__} must define check()")
 
     def failed_actions(self, *args: Any, **kwargs: Any) -> list[DiagnosisAction]:
         """Called with `result_msg` and `abnormal_nodes` of the result."""
@@ -246,12 +246,12 @@ def parse_operators(text: str, option: str = "--pre-check-ops") -> tuple[WantedC
 def _parse_tuples(text: str) -> tuple[WantedCheck, ...]:
     said = ast.literal_eval(text)
     if not isinstance(said, list | tuple):
-        raise ValueError("it is no list")
+        raise ValueError("it is not a list")
     entries = [said] if said and all(isinstance(each, str) for each in said[:2]) else list(said)
     wanted = []
     for entry in entries:
         if not isinstance(entry, list | tuple) or not 2 <= len(entry) <= 3:
-            raise ValueError(f"{entry!r} is no tuple of module, class and bypass")
+            raise ValueError(f"{entry!r} is not a tuple of module, class and bypass")
         name = _parse_name(f"{entry[0]}::{entry[1]}")
         is_bypassed = len(entry) == 3 and str(entry[2]).strip().lower() in _YES
         wanted.append(name._replace(is_bypassed=is_bypassed))
@@ -262,7 +262,7 @@ def _parse_name(name: str) -> WantedCheck:
     module, separator, class_name = name.strip().rstrip("?").partition("::")
     is_module = all(piece.isidentifier() for piece in module.split("."))
     if not (separator and is_module and class_name.isidentifier()):
-        raise ValueError(f"{name.strip()!r} is no module::Class")
+        raise ValueError(f"{name.strip()!r} does not have the form module::Class")
     return WantedCheck(module, class_name, name.strip().endswith("?"))
 
 
@@ -279,7 +279,7 @@ def load_operators(wanted: Sequence[WantedCheck]) -> list[Operator]:
         try:
             plugin = build(f"{module}::{class_name}", method="check")
         except UnusableExtension as error:
-            log.warning("pre-check %s::%s is left out: %s", module, class_name, error)
+            log.warning("the pre-check %s::%s is not used: %s", module, class_name, error)
             continue
         loaded.append(Operator(class_name, plugin, is_bypassed))
     return loaded

@@ -57,7 +57,8 @@ class DurableJob:
         """The ticket of its outcome. Raises `Rejected` or `CoreFault`."""
         if self._is_poison(command):
             raise Rejected(
-                f"{type(command).__name__} broke the master once and is refused since.", code=ErrorCode.INTERNAL
+                f"{type(command).__name__} is rejected, because it made the master fail before.",
+                code=ErrorCode.INTERNAL,
             )
         return self.sequence.stage(command, now, origin)
 
@@ -110,7 +111,7 @@ class DurableJob:
     async def fall_back(self, error: Unavailable, batch: RecordBatch | None) -> None:
         """Not durable, so it never happened: forget the state that saw it."""
         if not self._failed_bytes:
-            log.error("journal cannot be written, commands are refused until it can: %s", error)
+            log.error("journal cannot be written; commands are rejected until it can: %s", error)
             self._retry_at = self._clock.elapsed() + RETRY_PERIOD  # later failures must not put it off
             self._clock.stop()  # nothing can be decided, so no deadline comes nearer
         self._block(error)
@@ -153,7 +154,7 @@ class DurableJob:
 
     def _block(self, error: Unavailable) -> None:
         self.blocked = (
-            f"{error} Until then the master decides nothing and refuses commands; workers that run go on running."
+            f"{error} Until then the master makes no decisions and rejects commands. Running workers keep running."
         )
 
     def _adopt(self, job: Job) -> None:

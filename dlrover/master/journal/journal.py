@@ -118,7 +118,7 @@ class Journal:
             if master_epoch > self.master_epoch:
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'master_epoch'", (master_epoch,))
         if master_epoch > self.master_epoch:
-            log.warning("master epoch raised from=%d to=%d: nodes know later masters", self.master_epoch, master_epoch)
+            log.warning("master epoch raised from=%d to=%d: nodes know a later master", self.master_epoch, master_epoch)
             self.master_epoch = master_epoch
         self._records_since_snapshot += len(records)
         self._bytes_since_snapshot += sum(map(len, records))
@@ -175,7 +175,7 @@ class Journal:
         try:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.Error as error:
-            log.warning("journal not folded path=%s reason=%s", self.path, error)
+            log.warning("the write-ahead log was not merged into the journal path=%s reason=%s", self.path, error)
         self._connection.close()
 
     def _connect(self) -> sqlite3.Connection:
@@ -229,8 +229,9 @@ class Journal:
             check_meta(meta, self.path)
             if meta["job_name"] != self._job_name:
                 raise JournalError(
-                    f"The journal {self.path} belongs to job {meta['job_name']!r}, not to {self._job_name!r}. "
-                    "Give this job another journal, or continue that job under its own name."
+                    f"The journal {self.path} belongs to the job {meta['job_name']!r}, not to "
+                    f"{self._job_name!r}. Give this job another journal, or start the master with the name "
+                    f"{meta['job_name']!r}."
                 )
             if meta["decision_version"] != self._decision_version:
                 self._forget_undecidable(int(str(meta["decision_version"])))
@@ -252,8 +253,8 @@ class Journal:
         ).rowcount
         self._connection.execute("UPDATE meta SET value = ? WHERE key = 'decision_version'", (self._decision_version,))
         log.warning(
-            "journal written by another version theirs=%d ours=%d: %d records after the newest snapshot are left out, "
-            "the nodes will say what runs",
+            "journal written by another version theirs=%d ours=%d: %d records after the newest snapshot are "
+            "not used; the nodes report what runs",
             written_by,
             self._decision_version,
             dropped,
@@ -263,8 +264,8 @@ class Journal:
         row = self._connection.execute("SELECT value FROM meta WHERE key = 'master_epoch'").fetchone()
         if row is None or row[0] != self.master_epoch:
             raise Fenced(
-                f"Another master (epoch {row and row[0]}) took over the journal {self.path}; this one "
-                f"(epoch {self.master_epoch}) stops before it releases anything."
+                f"Another master (epoch {row and row[0]}) took over the journal {self.path}. This master (epoch "
+                f"{self.master_epoch}) stops and does nothing more."
             )
 
     @contextlib.contextmanager
@@ -331,8 +332,8 @@ def read_stored(connection: sqlite3.Connection, path: Path, *, oldest: bool = Fa
 
 
 ADVICE = (
-    "Restore it from a copy, or move it away to start the job anew (its nodes then register again and "
-    "training resumes from the newest checkpoint)."
+    "Restore it from a copy. Or move it away to start the job anew: the nodes then register again, and "
+    "training resumes from the newest checkpoint."
 )
 
 
@@ -354,7 +355,7 @@ def explain(error: sqlite3.Error, path: Path) -> DLRoverError:
     )
     if code in passing:
         return Unavailable(f"The master cannot write its journal {path}: {error}. Check that disk.", RETRY_AFTER)
-    return JournalError(f"The journal {path} is damaged or not a journal: {error}. {ADVICE}")
+    return JournalError(f"The journal {path} is damaged, or it is not a journal: {error}. {ADVICE}")
 
 
 def _trim_archive(connection: sqlite3.Connection, *, newest: int, bound_bytes: int) -> None:

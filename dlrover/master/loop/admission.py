@@ -52,7 +52,7 @@ class Admission:
     def accept(self, line: AgentLine, request: Request) -> None:
         """From an agent, or from a client that has not said yet who it is."""
         if isinstance(request.body, Attach) and line.has_presented:
-            text = "this stream is attached already; another node needs its own"
+            text = "another node uses this stream already; each node needs a stream of its own"
             line.stream.send(Refusal(id=request.id, code=ErrorCode.ATTACHED, message=text))
             return
         if isinstance(request.body, Attach):
@@ -67,31 +67,36 @@ class Admission:
             return
         if isinstance(request.body, AwaitSaveDuties | AskPeers) and request.body.node != line.node:
             # Asked before our journal was lost: then that node had the number which another has now.
-            text = f"node {line.node} may not ask for node {request.body.node}"
+            text = f"node {line.node} may not send requests in the name of node {request.body.node}"
             line.stream.send(Refusal(id=request.id, code=ErrorCode.WRONG_SENDER, message=text))
             return
         if isinstance(request.body, Query):
             self._inbox.offer(Work(request.body, line=line, id=request.id, waits_until=self._waits_until(request.body)))
             return
         if line.node is None or line.incarnation is None:
-            text = "attach first: the stream's first request must be an Attach"
+            text = "the first request of a stream must be `Attach`"
             line.stream.send(Refusal(id=request.id, code=ErrorCode.NOT_ATTACHED, message=text))
             return
         origin = Origin(line.node, line.incarnation, request.sequence, request.answered)
         if request.sequence < 1:
-            text = "a command needs a sequence number from 1 on, or it could be applied twice"
+            text = "a command needs a sequence number of at least 1; without it the command could take effect twice"
             line.stream.send(Refusal(id=request.id, code=ErrorCode.MALFORMED, message=text))
             return
         if isinstance(request.body, ReportFailure) and (size_bytes := _largest(request.body)) > MAX_FAILURE_BYTES:
             text = (
-                f"a failure of {size_bytes} bytes: the limit is {MAX_FAILURE_BYTES}. Send the last part of its traceback "
-                "and log"
+                f"the report of a failure has {size_bytes} bytes, and the limit is {MAX_FAILURE_BYTES}. Send "
+                "only the end of its traceback and log"
             )
             line.stream.send(Refusal(id=request.id, code=ErrorCode.TOO_LARGE, message=text))
             return
         work = Work(self._in_our_time(request.body, line), origin, line, request.id)
         if not line.gate.admits(request.sequence):
-            work.fail(Unavailable("an earlier command of this node was refused for now", self._inbox.retry_after()))
+            work.fail(
+                Unavailable(
+                    "an earlier command of this node was rejected and must be sent again first",
+                    self._inbox.retry_after(),
+                )
+            )
             return
         line.gate.passed(request.sequence)
         self._inbox.offer(work)

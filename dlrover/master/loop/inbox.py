@@ -30,7 +30,7 @@ class Inbox:
         """Refused if there is no room."""
         if self.num_in_work >= MAX_REQUESTS_IN_WORK:
             self._num_refused += 1
-            text = f"the master has {MAX_REQUESTS_IN_WORK} requests in work"
+            text = f"the master already works on {MAX_REQUESTS_IN_WORK} requests"
             work.fail(Unavailable(text, self.retry_after()))
             return
         self.put(work)

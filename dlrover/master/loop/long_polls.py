@@ -46,7 +46,8 @@ class LongPolls:
         assert work not in self._topics, f"waits for {next(iter(self._topics[work]))} already"
         if len(self._topics) >= self._max_waiting:
             raise Rejected(
-                f"{self._max_waiting} questions wait on the master already. Use fewer threads that wait, or shorter waits.",
+                f"{self._max_waiting} questions already wait for an answer of the master. Use fewer waiting "
+                "threads, or shorter timeouts.",
                 code=ErrorCode.TOO_MANY_WAITING,
             )
         self._topics[work] = dict.fromkeys(topics)

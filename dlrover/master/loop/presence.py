@@ -85,7 +85,9 @@ class Presence:
         if lost:
             self._stalled += lost
             self._grace.extend(now, min(lost, micros(self.patience.silence)))
-            log.warning("master was cut off from all nodes for_seconds=%.1f: no node is given up for it", lost / 1e6)
+            log.warning(
+                "the master was cut off from all nodes for_seconds=%.1f: no node counts as lost for this", lost / 1e6
+            )
 
     def heard(self, heartbeat: Heartbeat, now: Micros) -> None:
         with contextlib.suppress(Rejected):  # found silent a moment ago: the core decides, not the beat
@@ -121,7 +123,7 @@ class Presence:
             self._stalled += stalled
             self._grace.extend(now, stalled)
             self._isolation.stood_still(stalled)
-            log.warning("master stood still for_seconds=%.1f: deadlines wait as long", stalled / 1e6)
+            log.warning("the master was paused for_seconds=%.1f: deadlines are extended by this time", stalled / 1e6)
             if stalled >= LONG_STALL:
                 self._blamed_until = self._clock.elapsed() + AFTERMATH
 

@@ -55,7 +55,11 @@ def _no_verdict() -> PastVerdict | None:
 
 def _no_platform(intent: LaunchNode | RemoveNode) -> None:
     """A job that had a platform once goes on under a master without one: its nodes are started by hand now."""
-    log.warning("no platform to ask intent=%s node=%s", type(intent).__name__, intent.name)
+    log.warning(
+        "no platform can carry this out, because this master runs without one intent=%s node=%s",
+        type(intent).__name__,
+        intent.name,
+    )
 
 
 @dataclass
@@ -240,7 +244,7 @@ class Turning:
             if isinstance(work.body, DeadlinePassed):
                 self._presence.hold_deadlines(NO_SPIN)
         else:
-            log.info("refused command=%s code=%s reason=%s", type(work.body).__name__, error.code, error)
+            log.info("command rejected command=%s code=%s reason=%s", type(work.body).__name__, error.code, error)
         work.fail(error)
 
     def _settle(self, work: Work) -> None:
@@ -288,7 +292,10 @@ class Turning:
         self._begin_anew()
         self._reject(
             work,
-            Rejected(f"{type(work.body).__name__} broke the master; nothing was changed.", code=ErrorCode.INTERNAL),
+            Rejected(
+                f"The master failed on {type(work.body).__name__} because of a bug. Nothing was changed.",
+                code=ErrorCode.INTERNAL,
+            ),
         )
         self._wake()
 

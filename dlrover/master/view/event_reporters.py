@@ -64,14 +64,14 @@ class FileReporter:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(
-                f"event reporter file:{path}: {error.strerror}. Give a file that can be written."
+                f"event reporter file:{path}: {error.strerror}. Give a file that you can write to."
             ) from error
 
     def report(self, event: JobEvent) -> None:
         try:
             self._file.write(msgspec.json.encode(event) + b"\n")
         except OSError as error:
-            log.warning("event not written file=%s reason=%s", self._file.name, error.strerror)
+            log.warning("an event could not be written file=%s reason=%s", self._file.name, error.strerror)
 
     def close(self) -> None:
         self._file.close()
@@ -178,11 +178,11 @@ class _Guarded(_Apart):
     def close(self) -> None:
         super().close()
         if self._thread.is_alive():
-            log.warning("event reporter does not come back name=%s", self._name)
+            log.warning("an event reporter did not return in time and is not called again name=%s", self._name)
 
     def _work(self) -> None:
         super()._work()
-        with exit_contained(lambda _error: log.exception("event reporter could not be closed name=%s", self._name)):
+        with exit_contained(lambda _error: log.exception("an event reporter could not be closed name=%s", self._name)):
             self._reporter.close()
 
     def _warn(self, why: str) -> None:
@@ -194,7 +194,7 @@ class _Guarded(_Apart):
 
     def _note_failure(self, _error: object) -> None:
         if not self._has_failed:
-            log.exception("event reporter failed name=%s; further failures are not logged", self._name)
+            log.exception("an event reporter failed name=%s; further failures are not logged", self._name)
         self._has_failed = True
 
 

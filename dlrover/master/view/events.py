@@ -89,7 +89,7 @@ class EventLog:
             return None
         self._room -= 1
         if self._num_untold:
-            text = f"{self._num_untold} events of nodes were left out because too many came at once."
+            text = f"{self._num_untold} events of nodes are missing, because too many came at once."
             self._num_untold = 0
             self.add(event(told.at, WARN, "events-dropped", text))
         return self.add(told)
@@ -130,7 +130,7 @@ class EventLog:
             thread.shutdown(wait=False)
             await asyncio.wait([last], timeout=self._farewell)
             if not last.done():
-                log.warning("the last events are not written or told: it took longer than %g s", self._farewell)
+                log.warning("the last events could not be written within %g s", self._farewell)
 
     def _notify(self) -> None:
         if self._notice is None or self._notice.done():
@@ -157,7 +157,7 @@ class EventLog:
                 self._is_broken = False
             except OSError as error:
                 if not self._is_broken:
-                    log.warning("events not written file=%s reason=%s", self._path, error.strerror)
+                    log.warning("events could not be written file=%s reason=%s", self._path, error.strerror)
                 self._is_broken = True
         for reporter in self._reporters:
             for each in events:

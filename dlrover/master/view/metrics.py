@@ -55,7 +55,7 @@ METRICS = (
     Described("dlrover_job_stage", "gauge", "1 for the stage that the job is in, 0 for the others.", ("stage",)),
     Described("dlrover_nodes", "gauge", "Nodes with an agent, by status.", ("status",)),
     Described(
-        "dlrover_platform_nodes", "gauge", "Nodes that the platform has or shall have, by phase.", ("type", "phase")
+        "dlrover_platform_nodes", "gauge", "Nodes of the platform, wanted ones included, by phase.", ("type", "phase")
     ),
     Described("dlrover_nodes_wanted", "gauge", "Least and greatest number of nodes of a world.", ("bound",)),
     Described("dlrover_round", "gauge", "Number of the newest completed rendezvous."),
@@ -64,17 +64,15 @@ METRICS = (
     Described(
         "dlrover_worker_failures_total", "counter", "Failures of workers that were reported, by kind.", ("kind",)
     ),
-    Described("dlrover_workers", "gauge", "Workers by what they do.", ("phase",)),
-    Described(
-        "dlrover_workers_stalled", "gauge", "Workers that are in a phase for longer than they have learned to expect."
-    ),
+    Described("dlrover_workers", "gauge", "Workers by phase.", ("phase",)),
+    Described("dlrover_workers_stalled", "gauge", "Workers that are in their phase for longer than usual."),
     Described("dlrover_step", "gauge", "Greatest step that was reported."),
     Described("dlrover_steps_per_second", "gauge", "Speed of the training, over the last seconds."),
     Described("dlrover_goodput_ratio", "gauge", "Share of new steps in all time but idle time, from 0 to 1."),
     Described(
         "dlrover_goodput_node_seconds_total",
         "counter",
-        "Where the time of the nodes went, once it is booked.",
+        "Node-seconds by class of time.",
         ("class",),
     ),
     Described(
@@ -92,8 +90,14 @@ METRICS = (
     Described(
         "dlrover_training_metric", "gauge", "What the script reports with its steps, such as the loss.", ("metric",)
     ),
-    Described("dlrover_node_heartbeat_age_seconds", "gauge", "Since a node was last heard of.", ("node_rank",)),
-    Described("dlrover_heartbeat_age_seconds_max", "gauge", "The greatest of them."),
+    Described(
+        "dlrover_node_heartbeat_age_seconds", "gauge", "Seconds since the newest heartbeat of a node.", ("node_rank",)
+    ),
+    Described(
+        "dlrover_heartbeat_age_seconds_max",
+        "gauge",
+        "Greatest number of seconds since the newest heartbeat of any node.",
+    ),
     Described("dlrover_snapshot_step", "gauge", "Newest step that every node has in memory."),
     Described("dlrover_checkpoint_step", "gauge", "Newest committed step, by directory.", ("directory",)),
     Described("dlrover_checkpoint_age_seconds", "gauge", "Since that commit.", ("directory",)),
@@ -116,15 +120,15 @@ METRICS = (
     Described(
         "dlrover_node_network_bytes_per_second", "gauge", "Network traffic of a node.", ("node_rank", "direction")
     ),
+    Described("dlrover_node_troubles", "gauge", "Problems of a node's devices or measurements.", ("node_rank",)),
     Described(
-        "dlrover_node_troubles", "gauge", "Things that are wrong with a node's devices or readings.", ("node_rank",)
+        "dlrover_device_utilization_ratio", "gauge", "Use of an accelerator, from 0 to 1.", ("node_rank", "device")
     ),
-    Described("dlrover_device_utilization_ratio", "gauge", "Of an accelerator, from 0 to 1.", ("node_rank", "device")),
     Described("dlrover_device_memory_bytes", "gauge", "Memory in use of an accelerator.", ("node_rank", "device")),
     Described("dlrover_device_temperature_celsius", "gauge", "Of an accelerator.", ("node_rank", "device")),
     Described("dlrover_commands_total", "counter", "Commands that were decided and are durable.", ("command",)),
-    Described("dlrover_journal_commit_seconds", "histogram", "What one commit to the journal took."),
-    Described("dlrover_requests_in_work", "gauge", "Requests that the master has taken in and not answered."),
+    Described("dlrover_journal_commit_seconds", "histogram", "Seconds of one commit to the journal."),
+    Described("dlrover_requests_in_work", "gauge", "Requests that the master has received and not answered."),
     Described("dlrover_dashboard_viewers", "gauge", "Open pages."),
 )
 

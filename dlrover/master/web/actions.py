@@ -41,12 +41,12 @@ ACTIONS = {
     ),
     "relaunch-node": Action(
         lambda reason, node: RelaunchNode(node=node, reason=reason),
-        "The node is exchanged for a new one.",
+        "The node is replaced by a new one.",
         needs_node=True,
     ),
     "cordon-node": Action(
         lambda reason, node: RelaunchNode(node=node, reason=reason, is_cordoned=True),
-        "The node is exchanged, and its machine gets no node of this job any more.",
+        "The node is replaced, and this job uses its machine no more.",
         needs_node=True,
     ),
     "save": Action(lambda reason, _: RequestSave(reason=reason), "The next save of the trainers goes to storage."),
@@ -62,8 +62,8 @@ def read_wish(name: str, body: bytes) -> tuple[Action, Question]:
     except msgspec.MsgspecError as error:
         raise BadWish(f"The request cannot be read: {error}.") from error
     if wish.confirm != name:
-        raise BadWish(f'The request is not confirmed: give "confirm": "{name}".')
+        raise BadWish(f'The request is not confirmed. Give "confirm": "{name}".')
     if action.needs_node and wish.node is None:
-        raise BadWish('Say which node: "node" is missing.')
+        raise BadWish('"node" is missing. Give the node.')
     reason = f"dashboard: {wish.reason[:MAX_REASON]}" if wish.reason else "dashboard"
     return action, action.make(reason, NodeId(-1 if wish.node is None else wish.node))

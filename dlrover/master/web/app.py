@@ -160,7 +160,9 @@ class Web:
         if given is not None:
             scope = self._access.scope_of_link(given)
             if scope is None:
-                return self._form("This link is not valid, or was used before. Ask for another: dlrover dashboard.")
+                return self._form(
+                    "This link is not valid, or it was used before. Get another one with: dlrover dashboard"
+                )
             return self._welcome(request, scope)
         scope = self._callers.scope(request)
         if scope is None:
@@ -220,7 +222,9 @@ class Web:
 
     async def _stream(self, request: Request) -> EventStream:
         if self._gatherer.num_viewers >= MAX_VIEWERS:
-            raise HTTPException(503, f"{MAX_VIEWERS} people are looking already.", {"Retry-After": "10"})
+            raise HTTPException(
+                503, f"{MAX_VIEWERS} viewers are connected already. Try again later.", {"Retry-After": "10"}
+            )
         headers = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         return EventStream(self._gatherer, request.headers.get("last-event-id", ""), raw, stuck=self._stuck)
@@ -258,12 +262,12 @@ class Web:
         if not bearer_of(request.headers) and not self._callers.is_ours(request):
             raise HTTPException(403, "This request was sent from another site.")
         if scope is not Scope.ACT:
-            raise HTTPException(403, "You may look, and not act: that needs the job's token.")
+            raise HTTPException(403, "This link is read-only. Actions need the job's token.")
         name = request.path_params["name"]
         try:
             action, command = read_wish(name, await _body(request))
         except KeyError:
-            raise HTTPException(404, f"There is no action {name}; there are: {', '.join(ACTIONS)}.") from None
+            raise HTTPException(404, f"There is no action {name}. The actions are: {', '.join(ACTIONS)}.") from None
         except BadWish as error:
             raise HTTPException(400, str(error)) from error
         try:
@@ -279,7 +283,7 @@ class Web:
         async def serve(scope: AsgiScope, receive: Receive, send: Send) -> None:
             request = Request(scope, receive, send)
             if self._callers.scope(request) is None:
-                raise HTTPException(401, "Give the job's token, or a link that dlrover dashboard prints.")
+                raise HTTPException(401, "Give the job's token, or a link that `dlrover dashboard` prints.")
             response = await handler(request)
             if isinstance(response, Response):
                 response.headers.update(_HEADERS)
@@ -296,7 +300,7 @@ class _Endpoint:
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["method"] not in ("GET", "HEAD"):
-            raise HTTPException(405, "This can only be read.")
+            raise HTTPException(405, "This address can only be read (GET).")
         await self._serve(scope, receive, send)
 
 
@@ -320,9 +324,9 @@ async def _body(request: Request) -> bytes:
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BODY:
-                raise HTTPException(413, f"At most {MAX_BODY} bytes are read.")
+                raise HTTPException(413, f"The request is too large: the limit is {MAX_BODY} bytes.")
     except ClientDisconnect:
-        raise HTTPException(400, "The request broke off.") from None
+        raise HTTPException(400, "The request ended too early.") from None
     return bytes(body)
 
 

@@ -85,7 +85,7 @@ class LogReader:
         if node is None:
             raise NoLog(f"No worker of rank {rank} runs now.")
         if len(self._waiting) >= MAX_WAITING:
-            raise NoLog("Too many logs are being asked for; try again in a moment.")
+            raise NoLog("Too many logs are being read now. Try again in a moment.")
         request = next(self._ids)
         answer: asyncio.Future[TailSent] = asyncio.get_running_loop().create_future()
         self._waiting[request] = (node, answer)
@@ -103,7 +103,7 @@ class LogReader:
 
     def _read_master(self) -> LogText:
         if not self._master_log:
-            raise NoLog("This master writes its log to its standard error.")
+            raise NoLog("This master writes its log to standard error, so the page cannot show it.")
         try:
             with open(self._master_log, "rb") as file:
                 size = file.seek(0, os.SEEK_END)

@@ -92,14 +92,14 @@ class JsonQuestions:
             raise _too_large(announced)
         if self._num_asking >= MAX_ASKING:
             raise Unavailable(
-                f"{MAX_ASKING} requests are in work already. Try again later.", code=ErrorCode.TOO_MANY_WAITING
+                f"The master already works on {MAX_ASKING} requests. Try again later.", code=ErrorCode.TOO_MANY_WAITING
             )
 
     def _refuse(self, request: Request, error: Rejected | Unavailable) -> Response:
         refusals = self._refusals[error.code]
         if refusals.now():
             peer = request.client.host if request.client is not None else "unknown"
-            log.warning("questions refused num=%d newest=%s reason=%s", refusals.num, peer, error.code)
+            log.warning("requests rejected num=%d newest=%s reason=%s", refusals.num, peer, error.code)
         return self._respond(refusal_of(error))
 
     def _respond(self, verdict: Answer | Refusal) -> Response:
@@ -134,13 +134,13 @@ async def _body(request: Request) -> bytes:
                     raise _too_large(f"more than {MAX_QUESTION_BYTES}")
     except TimeoutError:
         raise Rejected(
-            f"The body did not arrive within {BODY_TIMEOUT:g} s; {len(body)} bytes of it did.", code=ErrorCode.MALFORMED
+            f"Only {len(body)} bytes of the body arrived within {BODY_TIMEOUT:g} s.", code=ErrorCode.MALFORMED
         ) from None
     return bytes(body)
 
 
 def _too_large(size: str) -> Rejected:
-    return Rejected(f"A question of {size} bytes: the limit is {MAX_QUESTION_BYTES}.", code=ErrorCode.TOO_LARGE)
+    return Rejected(f"The question has {size} bytes, and the limit is {MAX_QUESTION_BYTES}.", code=ErrorCode.TOO_LARGE)
 
 
 async def _unless_gone(request: Request, answering: Awaitable[T]) -> T:

@@ -95,4 +95,4 @@ class _Server(uvicorn.Server):
 
 def _ended(serving: asyncio.Future[None]) -> None:
     if not serving.cancelled() and serving.exception() is not None:
-        log.error("the page is gone, the job goes on", exc_info=serving.exception())
+        log.error("The page cannot be shown any more. The job continues.", exc_info=serving.exception())

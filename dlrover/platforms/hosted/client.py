@@ -72,7 +72,8 @@ class LocalPlatform:
             return cls(msgspec.convert(dict(options), LocalOptions), job_uid)
         except msgspec.ValidationError as error:
             raise ConfigError(
-                f"Options of the local platform: {error}. `dlrover local` gives the right ones."
+                f"The options of the local platform are not valid: {error}. Start the job with `dlrover local`, "
+                "which sets them."
             ) from error
 
     async def apply(self, intent: Intent) -> None:
@@ -80,12 +81,12 @@ class LocalPlatform:
         if isinstance(answer, IntentRefused):
             raise _error_of(answer, intent)
         if not isinstance(answer, Taken):
-            raise Unavailable(_unexpected("its order to start or remove a node", answer))
+            raise Unavailable(_unexpected("an order to start or remove a node", answer))
 
     async def list(self) -> tuple[PlatformNode, ...]:
         answer = await self._ask(ListNodes())
         if not isinstance(answer, NodesListed):
-            raise Unavailable(_unexpected("its question for the list of nodes", answer))
+            raise Unavailable(_unexpected("a request for the list of nodes", answer))
         return answer.nodes
 
     async def watch(self) -> AsyncIterator[Sight]:
@@ -105,7 +106,7 @@ class LocalPlatform:
         if isinstance(answer, IntentRefused):
             raise Rejected(answer.message, code=answer.code)
         if not isinstance(answer, RoomFound):
-            raise Unavailable(_unexpected("its question for room", answer))
+            raise Unavailable(_unexpected("a request for its free room", answer))
         return NodeRoom(answer.free, answer.reason)
 
     async def close(self) -> None:
@@ -155,7 +156,9 @@ class LocalPlatform:
             check_server(writer.get_extra_info("socket"))
         except OSError as error:
             writer.close()
-            raise Unavailable(f"The master does not use the node host at {self._socket}: {error.strerror}.") from error
+            raise Unavailable(
+                f"The master does not trust the node host at {self._socket}: {error.strerror}."
+            ) from error
         return reader, writer
 
     async def _receive(self, reader: asyncio.StreamReader) -> HostAnswer | None:

@@ -87,8 +87,8 @@ def find_access(
     if usual.exists():
         return _from_kubeconfig([usual], context, environ)
     raise ConfigError(
-        f"No cluster is known: KUBECONFIG is not set, there is no {usual}, and this is no pod "
-        f"(KUBERNETES_SERVICE_HOST is not set). Set KUBECONFIG to the file that kubectl uses."
+        f"No cluster is configured: KUBECONFIG is not set, {usual} does not exist, and this is not a pod "
+        "(KUBERNETES_SERVICE_HOST is not set). Set KUBECONFIG to the file that kubectl uses."
     )
 
 
@@ -224,7 +224,7 @@ def _from_kubeconfig(files: list[Path], wanted: str | None, environ: Mapping[str
     contexts = {each.name: each.context for _, config in reversed(configs) for each in config.contexts or ()}
     if name is None:
         raise ConfigError(
-            f"{shown} names no current-context. Choose one: kubectl config use-context NAME. Known are: "
+            f"{shown} sets no current-context. Choose one: kubectl config use-context NAME. Known are: "
             f"{_listed(contexts)}."
         )
     if name not in contexts:
@@ -270,18 +270,18 @@ def _source_of(
     unknown = sorted(entries.keys() - known)
     if unknown:
         raise ConfigError(
-            f"The user {origin} authenticates by {', '.join(unknown)}, which dlrover does not support. Supported are: "
-            f"{', '.join(sorted(known - {'extensions'}))}. Most clusters offer an exec plug-in."
+            f"The user {origin} authenticates with {', '.join(unknown)}, which dlrover does not support. "
+            f"Supported are: {', '.join(sorted(known - {'extensions'}))}. Most clusters offer an exec plug-in."
         )
     user = _convert(entries, _User, f"the user {origin}")
     certificate = origin.read(user.client_certificate, user.client_certificate_data, "client-certificate")
     key = origin.read(user.client_key, user.client_key_data, "client-key")
     if (certificate is None) != (key is None):
-        raise ConfigError(f"The user {origin} needs both client-certificate and client-key: one is missing.")
+        raise ConfigError(f"The user {origin} has only one of client-certificate and client-key. Give both.")
     tls = _tls_of(cluster, cluster_origin, certificate, key)
     if user.exec is not None:
         if user.token or user.token_file:
-            raise ConfigError(f"The user {origin} has both exec and a token: keep one of them.")
+            raise ConfigError(f"The user {origin} has both exec and a token. Keep only one of them.")
         settings = _plugin_of(origin, user.exec, cluster, cluster_origin, environ)
 
         def tls_for(given_certificate: bytes | None, given_key: bytes | None) -> ssl.SSLContext | None:
@@ -293,7 +293,7 @@ def _source_of(
     if user.token_file is not None:  # kubectl prefers it to a token, too
         path = origin.resolve(user.token_file)
         if not path.exists():
-            raise ConfigError(f"There is no tokenFile {path} of {origin}.")
+            raise ConfigError(f"The tokenFile {path} of {origin} does not exist.")
         return TokenFile(path, tls)
     token = checked_token(user.token, str(origin)) if user.token else None
     return FixedCredential(Credential(token, tls))
@@ -357,7 +357,7 @@ def _checked_server(server: str, origin: str) -> str:
     except ValueError:
         is_usable = False
     if not is_usable:
-        raise ConfigError(f"{origin} has the server {server!r}: give an address like https://10.0.0.1:6443.")
+        raise ConfigError(f"{origin} has the server {server!r}. Give an address such as https://10.0.0.1:6443.")
     return server.rstrip("/")
 
 

@@ -169,7 +169,7 @@ def refusal_of(code: int, body: bytes | msgspec.Raw, *, asked: str, retry_after:
     status = _status_of(body)
     if status is None:
         raise Unavailable(
-            f"{asked} was answered with {code} and no Status of an API server: {_shown(body)}", retry_after
+            f"{asked} was answered with {code}, but without the Status of an API server: {_shown(body)}", retry_after
         )
     details = status.details or StatusDetails()
     message = status.message or status.reason or f"code {code}"
@@ -185,7 +185,9 @@ def refusal_of(code: int, body: bytes | msgspec.Raw, *, asked: str, retry_after:
         case 404 if details.name:
             return NotFound(message)
         case 404:
-            raise Unavailable(f"{asked}: {message}. Is the CRD installed?", after, code=ErrorCode.UNKNOWN_RESOURCE)
+            raise Unavailable(
+                f"{asked}: {message}. Check that the CRD is installed.", after, code=ErrorCode.UNKNOWN_RESOURCE
+            )
         case 409:
             is_taken = status.reason == ConflictReason.ALREADY_EXISTS.value
             return Conflict(ConflictReason.ALREADY_EXISTS if is_taken else ConflictReason.OLD_VERSION, message)
@@ -206,7 +208,7 @@ def error_of(refusal: ApiRefusal) -> DLRoverError:
 def _checked(name: str) -> str:
     if name in ("", ".", ".."):
         raise Rejected(
-            f"{name!r} is not a valid name of an object in Kubernetes, so no request was sent.", code=ErrorCode.BAD_NAME
+            f"{name!r} is not a valid name of a Kubernetes object, so no request was sent.", code=ErrorCode.BAD_NAME
         )
     return quote(name, safe="")
 

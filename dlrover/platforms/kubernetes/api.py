@@ -331,7 +331,7 @@ class ClusterApi:
                     yield Gone(f"The {asked} sent an event of more than {MAX_EVENT >> 20} MB.")
                     return
             if rest.strip():
-                raise Unavailable(f"The {asked} ended within an event.")
+                raise Unavailable(f"The {asked} ended in the middle of an event.")
         finally:
             response.close()
 
@@ -433,8 +433,8 @@ class ClusterApi:
             fresh = await self._access.credential(refused=credential)
             if is_second or fresh == credential:
                 raise Unavailable(
-                    f"{self._access.server} does not accept our credential (401, {method} {path}): the token has "
-                    f"expired, or it is of another cluster. We read it {self._access.origin}.",
+                    f"{self._access.server} rejected the credential (401, {method} {path}). The token has "
+                    f"expired, or it belongs to another cluster. dlrover read it {self._access.origin}.",
                     code=ErrorCode.UNAUTHORIZED,
                 )
             credential, is_second = fresh, True
@@ -446,7 +446,7 @@ class ClusterApi:
             body += chunk
             if len(body) > MAX_BODY:
                 response.close()
-                raise Unavailable(f"The answer to {asked} has more than {MAX_BODY >> 20} MB: ask for smaller pages.")
+                raise Unavailable(f"The answer to {asked} has more than {MAX_BODY >> 20} MB. Ask for smaller pages.")
         return bytes(body)
 
     async def _next_chunk(self, response: aiohttp.ClientResponse, asked: str, deadline: float) -> bytes:
@@ -483,7 +483,7 @@ def _event_of(line: bytes, asked: str) -> WatchEvent | ApiRefusal:
             return WatchEvent(EventKind(read.type), read.object)
         code = decode(_ErrorCode, read.object).code
     except (*UNREADABLE, ValueError) as error:
-        return Gone(f"The {asked} sent a line that is no event ({error}): {line[:80]!r}")
+        return Gone(f"The {asked} sent a line that is not an event ({error}): {line[:80]!r}")
     return refusal_of(code, read.object, asked=asked)
 
 
@@ -495,9 +495,8 @@ def _unreachable(access: ClusterAccess, asked: str, error: Exception) -> Unavail
         cause = error.certificate_error if isinstance(error, aiohttp.ClientConnectorCertificateError) else error
         why = getattr(cause, "verify_message", "") or str(cause)
         return Unavailable(
-            f"The certificate of {server} cannot be verified: {why}. Check the certificate authority that dlrover "
-            "read "
-            f"{access.origin}.",
+            f"The certificate of {server} cannot be verified: {why}. "
+            f"Check the certificate authority that dlrover read {access.origin}.",
             code=ErrorCode.BAD_CERTIFICATE,
         )
     return Unavailable(
@@ -508,8 +507,8 @@ def _unreachable(access: ClusterAccess, asked: str, error: Exception) -> Unavail
 def _no_object(access: ClusterAccess, asked: str, body: bytes, error: Exception) -> Unavailable:
     start = " ".join(body[:200].decode("utf-8", "replace").split())[:80]
     return Unavailable(
-        f"{access.server} answered {asked} with something else than the object ({error}): {start!r}. "
-        f"Is it the address of an API server?",
+        f"{access.server} answered {asked} with something other than the object ({error}): {start!r}. "
+        "Check that this is the address of an API server.",
         code=ErrorCode.NO_JSON,
     )
 

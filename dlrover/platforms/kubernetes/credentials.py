@@ -138,7 +138,7 @@ class CredentialPlugin:
             try:
                 self._credential, self._expires_at = self._read(output)
             except ConfigError as error:
-                raise self._failed(f"printed something that cannot be used: {error}") from error
+                raise self._failed(f"printed something that dlrover cannot read: {error}") from error
             return self._credential
 
     async def _run(self) -> bytes:
@@ -178,7 +178,7 @@ class CredentialPlugin:
         given = answer.status
         if answer.api_version != self._settings.api_version:
             raise self._failed(
-                f"answered with apiVersion {answer.api_version}, and the kubeconfig says {self._settings.api_version}"
+                f"answered with apiVersion {answer.api_version}, but the kubeconfig says {self._settings.api_version}"
             )
         if not given.token and not (given.client_certificate_data and given.client_key_data):
             raise self._failed("printed neither a token nor a client certificate with its key")
@@ -227,7 +227,7 @@ def checked_token(text: str, origin: str) -> str:
         raise ConfigError(f"The token of {origin} is empty.")
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"The token of {origin} has a space or another character that a token cannot have. Correct it."
+            f"The token of {origin} contains a space or another character that is not allowed in a token. Correct it."
         )
     return token
 
@@ -259,7 +259,10 @@ def _load_client(context: ssl.SSLContext, certificate: bytes, key: bytes) -> Non
 
 def _no_password() -> str:
     """Else the library asks the terminal."""
-    raise ConfigError("The client key of the kubeconfig has a password: give a key without one.")
+    raise ConfigError(
+        "The client key of the kubeconfig has a password, which dlrover does not support. Give a key without a "
+        "password."
+    )
 
 
 def _now() -> datetime:

@@ -152,7 +152,7 @@ def _leaving(pod: Pod, node: PlatformNode, removal: RemoveNode | None, waited: f
     if removal is None:
         return replace(node, phase=NodePhase.DELETED, exit_reason=NodeExit.KILLED, message=_who_deletes(pod))
     if waited >= (pod.metadata.deletion_grace_period_seconds or 0) + GONE_LIMIT:
-        message = f"{removal.reason}; its machine does not confirm the end, and the cluster deletes the object"
+        message = f"{removal.reason}; its machine does not confirm the end, and Kubernetes deletes the pod"
         return replace(node, phase=NodePhase.DELETED, exit_reason=NodeExit.NONE, message=message)
     # Its end, if it has one by now, is ours: an exit code after SIGTERM says nothing about the program.
     is_over = node.phase in (NodePhase.SUCCEEDED, NodePhase.FAILED)
@@ -181,13 +181,13 @@ def _ended(pod: Pod, node: PlatformNode) -> PlatformNode:
         if init is not None:
             return replace(failed, exit_reason=NodeExit.FATAL, exit_code=None, message=init)
         if end is None:
-            return replace(failed, exit_reason=NodeExit.UNKNOWN, message=told or "ended without a container status")
+            return replace(failed, exit_reason=NodeExit.UNKNOWN, message=told or "it ended without a container status")
     if end is None or code is None:  # a pod that succeeded, and a status without its containers
         return replace(node, phase=NodePhase.SUCCEEDED, exit_code=0, exit_reason=NodeExit.SUCCEEDED)
     message = _sentence(end.reason, end.message) if code else ""
     if status.phase == "Running":
         message = f"{message}; " if message else ""
-        message += f"still running beside it: {', '.join(_others_running(pod)) or 'a container that ends'}"
+        message += f"other containers still run: {', '.join(_others_running(pod)) or 'a container that ends'}"
     phase = NodePhase.SUCCEEDED if code == 0 else NodePhase.FAILED
     return replace(node, phase=phase, exit_code=code, exit_reason=exit_reason_of(code), message=message)
 

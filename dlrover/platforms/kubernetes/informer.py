@@ -134,7 +134,7 @@ class Informer(Generic[T]):
         self._version = ""
         """To watch from; empty: list first."""
         self._first_list = asyncio.Event()
-        self._trouble: str | None = "No list has been made yet."
+        self._trouble: str | None = "The first list has not arrived yet."
         self._failures = 0
         """Steps in a row that brought nothing."""
         self._is_logged = False
@@ -169,7 +169,8 @@ class Informer(Generic[T]):
                 await self._first_list.wait()
         except TimeoutError as error:
             raise Unavailable(
-                f"No list of {self._resource.plural} within {timeout:g} s: {self._trouble}", code=ErrorCode.NO_LIST
+                f"No list of {self._resource.plural} arrived within {timeout:g} s: {self._trouble}",
+                code=ErrorCode.NO_LIST,
             ) from error
 
     @property
@@ -296,7 +297,7 @@ class Informer(Generic[T]):
         if metadata.uid not in self._complained:
             self._complained.add(metadata.uid)
             log.warning(
-                "object unreadable kind=%s name=%s namespace=%s: %s",
+                "an object cannot be read kind=%s name=%s namespace=%s: %s",
                 self._resource.kind,
                 metadata.name or "?",
                 metadata.namespace,
@@ -321,7 +322,7 @@ class Informer(Generic[T]):
         self._trouble = trouble
         if self._failures >= WORTH_A_LINE and not self._is_logged:
             self._is_logged = True
-            log.warning("informer behind resource=%s: %s", self._resource.plural, trouble)
+            log.warning("the view of the cluster is out of date resource=%s: %s", self._resource.plural, trouble)
         longest = min(self._timing.first_delay * 2.0 ** min(self._failures - 1, 30), self._timing.longest_delay)
         return longest * random.uniform(0.5, 1.0)
 

@@ -85,8 +85,8 @@ class JobLedger:
             return self.learn(decode(ConfigMap, answer.body))
         if isinstance(answer, NotFound):
             raise Unavailable(
-                f"The ledger {self._name} of the job does not exist in {self._namespace}. The operator creates it with "
-                "the job, and a master creates it if it may create config maps."
+                f"The ledger {self._name} of the job does not exist in {self._namespace}. The operator creates "
+                "it with the job. Without an operator, the master needs the right to create ConfigMaps."
             )
         raise Unavailable(f"The ledger {self._name} cannot be read: {answer.message}")
 
@@ -98,7 +98,7 @@ class JobLedger:
         """
         if all(owner.uid != self._job_uid for owner in seen.metadata.owner_references):
             raise Unavailable(
-                f"The ledger {self._name} belongs to a newer job of this name. The job of this master was deleted."
+                f"The ledger {self._name} belongs to a newer job of the same name. The job of this master was deleted."
             )
         if self._known is not None and not _is_newer(seen, self._known[0]):
             return self._known[1]
@@ -123,7 +123,9 @@ class JobLedger:
 
         def note(state: LedgerState) -> tuple[LedgerState, object]:
             if master_epoch < state.epoch:
-                raise Unavailable(f"Another master runs the job: epoch {state.epoch}, and ours is {master_epoch}.")
+                raise Unavailable(
+                    f"Another master with epoch {state.epoch} runs the job; this master has epoch {master_epoch}."
+                )
             return replace(state.with_plan(uid), epoch=master_epoch), uid not in state.plans
 
         return bool(await self._submit(note))
@@ -133,7 +135,9 @@ class JobLedger:
 
         def note(state: LedgerState) -> tuple[LedgerState, object]:
             if master_epoch < state.epoch:
-                raise Unavailable(f"Another master runs the job: epoch {state.epoch}, and ours is {master_epoch}.")
+                raise Unavailable(
+                    f"Another master with epoch {state.epoch} runs the job; this master has epoch {master_epoch}."
+                )
             return replace(state, sizes=tuple(sorted(sizes.items())), epoch=master_epoch), None
 
         await self._submit(note)

@@ -224,4 +224,4 @@ class PodLookout:
                 failed.setdefault(node.node_type, []).append((node.id, uid))
         for ended in failed.values():
             for _, uid in sorted(ended)[:-KEPT_FAILED]:
-                self._on_spare(self._pods[uid], f"the newest {KEPT_FAILED} failed pods of its type stay")
+                self._on_spare(self._pods[uid], f"only the newest {KEPT_FAILED} failed pods of each type are kept")

@@ -122,7 +122,7 @@ def pod_of(intent: LaunchNode, job: PodJob) -> JsonObject:
     labels, annotations = _strings(metadata, "labels"), _strings(metadata, "annotations")
     if job.gang:
         if job.gang not in tuple(GangScheduler):
-            raise _bad(intent, f"{job.gang} is no gang scheduler that DLRover knows.")
+            raise _bad(intent, f"{job.gang} is not a gang scheduler that DLRover supports.")
         scheduler = GangScheduler(job.gang)
         spec.setdefault("schedulerName", scheduler_name(scheduler))
         group_labels, group_annotations = group_marks(scheduler, job.name)
@@ -161,7 +161,7 @@ def main_container(spec: Mapping[str, object]) -> JsonObject:
         if container.get("name") == names.MAIN_CONTAINER:
             return cast(JsonObject, container)
     found = ", ".join(str(each.get("name")) for each in containers)
-    raise ConfigError(f"There are several containers ({found}). Name the one that trains `main`.")
+    raise ConfigError(f"There are several containers ({found}). Give the container that trains the name `main`.")
 
 
 def main_name(pod: Pod) -> str:

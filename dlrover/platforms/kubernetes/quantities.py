@@ -40,7 +40,7 @@ def quantity(value: object) -> float:
     except ValueError:
         number = math.nan
     if not (0 <= number < math.inf):
-        raise ConfigError(f"{value!r} is not a resource quantity. Write for example 500m, 2 or 4Gi.")
+        raise ConfigError(f"{value!r} is not a resource quantity. Give for example 500m, 2 or 4Gi.")
     return number
 
 

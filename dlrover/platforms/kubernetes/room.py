@@ -120,7 +120,7 @@ async def find_room(api: ClusterApi, job: PodJob, resource: Resource) -> NodeRoo
     nodes = await _all(api, NODES, None)
     pods = None if nodes is None else await _all(api, PODS, None)
     if nodes is None or pods is None:
-        left = "" if by_quota.free is None else f"quotas leave {by_quota.free}, and "
+        left = "" if by_quota.free is None else f"quotas leave room for {by_quota.free}, and "
         return NodeRoom(None, f"{left}the master may not list nodes and pods of the cluster")
     by_machines = machine_room(
         wanted, [decode(ClusterNode, each) for each in nodes], [decode(Pod, each) for each in pods]
@@ -132,7 +132,7 @@ async def find_room(api: ClusterApi, job: PodJob, resource: Resource) -> NodeRoo
 def quota_room(wanted: WantedPod, quotas: Iterable[ScopedQuota]) -> NodeRoom:
     """What quotas leave. Those that hold for some pods only (scopes) are left out: which ones is the server's business."""
     needs = _quota_needs(wanted)
-    tightest = NodeRoom(None, "no quota bounds the job's pods")
+    tightest = NodeRoom(None, "no quota limits the job's pods")
     for quota in quotas:
         if quota.spec.scopes or quota.spec.scope_selector:
             continue
@@ -168,7 +168,7 @@ def machine_room(wanted: WantedPod, nodes: Iterable[ClusterNode], pods: Iterable
             if amount
         )
         total += int(max(0.0, min(left, default=0.0)))
-    return NodeRoom(total, f"{fitting} machines that accept such pods can take {total} more")
+    return NodeRoom(total, f"{fitting} machines that accept such pods have room for {total} more")
 
 
 def _requests(needs: Iterable[ResourceNeeds | _WrittenNeeds]) -> dict[str, float]:

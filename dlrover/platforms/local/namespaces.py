@@ -54,7 +54,7 @@ def available() -> str:
     try:
         claim = KernelTag()  # so that even a probe that is killed is found by those who clean up
     except ConfigError as error:
-        return f"network namespaces cannot be claimed: {error}"
+        return f"network namespaces cannot be reserved: {error}"
     name = f"dlr-{claim.tag}-probe"
     try:
         _ip(f"netns add {name}")
@@ -219,7 +219,7 @@ def _free_network() -> ipaddress.IPv4Network:
         network = ipaddress.IPv4Network(f"{base}/{_PREFIX_BITS}")
         if not any(network.overlaps(other) for other in used if other.prefixlen):
             return network
-    raise NamespacesFailed("no private address range is free on this machine (10.64.0.0 to 10.191.255.255)")
+    raise NamespacesFailed("all private address ranges from 10.64.0.0 to 10.191.255.255 are in use on this machine")
 
 
 def _ip(*lines: str, netns: str = "") -> None:

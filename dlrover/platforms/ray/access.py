@@ -29,7 +29,7 @@ def load_ray() -> Any:
         version = str(ray.__version__)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"Ray is not installed here ({error}). Install the extra `ray` of this project: pip install 'dlrover[ray]'."
+            f"Ray is not installed here ({error}). Install it with: pip install 'dlrover[ray]'."
         ) from error
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
@@ -59,11 +59,12 @@ def connect(ray: Any, address: str, *, working_dir: str = "") -> None:
     """
     shown = address or os.environ.get("RAY_ADDRESS", "") or "auto"
     if shown == "local":
-        raise ConfigError("--address local would start a Ray cluster of its own. Name a cluster that runs.")
+        raise ConfigError("--address local would start a new Ray cluster. Give the address of a running cluster.")
     if shown.startswith("ray://"):
         raise ConfigError(
-            f"{shown} is an address for Ray's client, which does not tell what the machines have free. Give HOST:PORT of the head itself "
-            "(usually port 6379), or start the job inside of the cluster: ray job submit -- dlrover ray run ..."
+            f"{shown} is an address of the Ray client, which cannot tell what the machines have free. Give "
+            "HOST:PORT of the head (usually port 6379), or start the job inside the cluster: ray job submit -- "
+            "dlrover ray run ..."
         )
     _check_listener(shown)
     try:
@@ -83,7 +84,8 @@ def connect(ray: Any, address: str, *, working_dir: str = "") -> None:
         text = _first_line(error)
         if "ersion" in text:
             raise ConfigError(
-                f"The Ray cluster at {shown} has another version of Ray or Python than this machine. {text}. Install the same versions."
+                f"The Ray cluster at {shown} has another version of Ray or Python than this machine. {text}. "
+                "Install the same versions on both."
             ) from error
         raise ConfigError(f"The Ray cluster at {shown} cannot be joined: {text}. Check --address.") from error
 

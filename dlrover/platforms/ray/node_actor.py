@@ -151,8 +151,8 @@ class NodeActor:
         intent = order.intent
         if order.script and not os.path.exists(order.script):
             raise ConfigError(
-                f"{order.script} does not exist on the machine {_own_address()} (looked for in {os.getcwd()}). Put it there, or send your "
-                "code along with --working-dir DIR."
+                f"The script {order.script} does not exist on the machine {_own_address()} (looked from "
+                f"{os.getcwd()}). Put it there, or send your code with --working-dir DIR."
             )
         self._directory = directory = ActorDirectory(f"n{intent.id}")
         mark = f"{os.urandom(4).hex()}.{order.job_uid}.{intent.id}"

@@ -100,7 +100,7 @@ def choose(
 def room_for(machines: Sequence[ClusterMachine], demand: Demand, *, num_living: int, capacity: int) -> NodeRoom:
     """How many nodes of this size the cluster could take now."""
     free = sum(_times(machine.free, demand) for machine in machines if machine.drained_at is None)
-    reason = f"{free} nodes of {describe(demand)} fit into what {len(machines)} machines have free"
+    reason = f"{len(machines)} machines have room for {free} nodes of {describe(demand)}"
     if capacity and capacity - num_living < free:
         return NodeRoom(capacity - num_living, f"{num_living} of at most {capacity} nodes run")
     if capacity and num_living >= capacity:

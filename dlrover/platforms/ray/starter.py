@@ -397,7 +397,9 @@ class RayStarter:
 
     async def choose(self, node: RayNode) -> MachineChoice:
         if self._bundle_of(node.intent) is not None:
-            return MachineChoice("", f"Waits for the room that {self._nodes.placement_group} holds for it.")
+            return MachineChoice(
+                "", f"The node waits for the resources that {self._nodes.placement_group} reserves for it."
+            )
         machines = await asyncio.to_thread(cluster.machines)
         demand = demand_of(node.intent.resource, self._nodes.resources)
         others = [each for each in self._living.values() if each is not node and each.machine]

@@ -186,13 +186,14 @@ class Detection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} {getattr(self, name):g}: give a finite number of seconds above 0")
         if self.silence < 2 * self.heartbeat:
             raise ValueError(
-                f"a silence of {self.silence:g} s is less than two heartbeats of {self.heartbeat:g} s: each late one "
-                "would cost a healthy node. Give more silence or more frequent heartbeats"
+                f"a silence of {self.silence:g} s is less than two heartbeats of {self.heartbeat:g} s, so one "
+                "late heartbeat would make a healthy node count as lost. Give a longer silence or more "
+                "frequent heartbeats"
             )
         if not self.lease < self.silence:
             raise ValueError(
-                f"a lease of {self.lease:g} s must be below the silence of {self.silence:g} s, or workers of a frozen "
-                "node could wake up into a world without them"
+                f"a lease of {self.lease:g} s must be shorter than the silence of {self.silence:g} s. Otherwise "
+                "workers of a frozen node could continue in a world that has been replaced"
             )
         if not 2 * self.heartbeat <= self.suspicion <= self.silence:
             raise ValueError(

@@ -197,7 +197,7 @@ class Door:
                 is_told = False
             except OSError as error:  # there is no descriptor left for the look itself
                 if not is_told:
-                    log.warning("cannot look at connections port=%d reason=%s", self._port, error)
+                    log.warning("connections cannot be inspected port=%d reason=%s", self._port, error)
                 is_told = True
             took = time.thread_time() - began_at
 
@@ -307,7 +307,7 @@ class Door:
             return  # it is gone
         if self._rarely.now():
             log.warning(
-                "connections of strangers closed num=%d port=%d newest=%s reason=%s",
+                "connections without the job token closed num=%d port=%d newest=%s reason=%s",
                 self._rarely.num,
                 self._port,
                 each.address,

@@ -160,7 +160,7 @@ class MasterServer:
             await asyncio.wait({reader, ended, writer}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done() and (trouble := writer.exception()) is not None:
                 # A bug of ours: the agent would wait for answers for ever. Without the stream it presents itself anew.
-                log.error("cannot write to an agent peer=%s", stream.peer, exc_info=trouble)
+                log.error("a message to an agent could not be sent peer=%s", stream.peer, exc_info=trouble)
                 return
             await asyncio.wait({reader, ended}, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
@@ -202,18 +202,25 @@ class MasterServer:
             place = place_of(call.peer())
             is_answered = door.refuse(place)
             if self._refusals.now():
-                log.warning("strangers refused num=%d newest=%s reason=token", self._refusals.num, call.peer())
+                log.warning(
+                    "callers without the job token rejected num=%d newest=%s reason=token",
+                    self._refusals.num,
+                    call.peer(),
+                )
             if not is_answered:
                 await door.hold(place)
             await call.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
-                "the job token is missing or wrong. Give the job's token with DLROVER_JOB_TOKEN or its token file; if this is "
-                "the master of another job, choose another port",
+                "the job token is missing or wrong. Give the job's token with DLROVER_JOB_TOKEN or its token "
+                "file. If this is the master of another job, choose another port",
             )
         protocol = str(said.get(PROTOCOL_KEY, ""))
         if protocol != str(PROTOCOL_VERSION):
             log.warning(
-                "peer refused peer=%s reason=protocol theirs=%s ours=%s", call.peer(), protocol, PROTOCOL_VERSION
+                "a caller was rejected peer=%s reason=protocol theirs=%s ours=%s",
+                call.peer(),
+                protocol,
+                PROTOCOL_VERSION,
             )
             await call.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, explain_versions(protocol, str(said.get(VERSION_KEY, "unknown")))

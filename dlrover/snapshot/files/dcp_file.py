@@ -77,7 +77,9 @@ def decode_table(content: bytes) -> list[DcpItem]:
     try:
         return _DECODER.decode(content)
     except msgspec.MsgspecError as error:
-        raise SegmentInvalid(f"A DCP file in the snapshot is damaged: its table cannot be read: {error}") from error
+        raise SegmentInvalid(
+            f"A DCP file in the snapshot is damaged: its tensor table cannot be read: {error}"
+        ) from error
 
 
 def item_bytes(item: DcpItem, storages: Sequence[memoryview]) -> memoryview:
@@ -88,7 +90,7 @@ def item_bytes(item: DcpItem, storages: Sequence[memoryview]) -> memoryview:
         found = memoryview(b"")
     if found.nbytes != item.num_bytes:
         raise SegmentInvalid(
-            f"A DCP file in the snapshot is damaged: its table places {item.name} outside of its storage."
+            f"A DCP file in the snapshot is damaged: its tensor table places {item.name} outside its storage."
         )
     return found
 
@@ -102,7 +104,7 @@ def dcp_image(table: bytes, storages: Sequence[memoryview]) -> tuple[list[FilePi
     for item in sorted((item for item in decode_table(table) if item.at != ELSEWHERE), key=lambda item: item.at):
         if item.at < end:
             raise SegmentInvalid(
-                f"A DCP file in the snapshot is damaged: its table places {item.name} over the item before it."
+                f"A DCP file in the snapshot is damaged: its tensor table places {item.name} over the item before it."
             )
         first = len(pieces)
         if item.is_in_storage:

@@ -279,7 +279,8 @@ class _UnitWork:
             pause = self._pause()
             if deadline is not None and time.monotonic() + pause > deadline:
                 raise WriteStopped(
-                    f"Writing stopped after {self._num_written} bytes: the rest would not be written before the deadline."
+                    f"Writing stopped after {self._num_written} bytes, because the rest could not be written "
+                    "before the deadline."
                 )
             if self._stop.wait(min(pause, _LONGEST_PAUSE)):
                 raise WriteStopped(f"Writing was stopped after {self._num_written} bytes.")

@@ -37,8 +37,8 @@ def algorithm_of(number: int) -> Algorithm:
         return Algorithm(number)
     except ValueError as error:
         raise Corrupt(
-            f"The checksum algorithm {number} of the snapshot is unknown to this version. Use the dlrover that made "
-            "the snapshot."
+            f"The snapshot uses the checksum algorithm {number}, which this version does not know. Use the "
+            "dlrover that made the snapshot."
         ) from error
 
 

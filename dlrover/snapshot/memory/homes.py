@@ -87,9 +87,8 @@ class Home:
             locks.close()
             if not is_ours and time.monotonic() >= deadline:
                 raise Unavailable(
-                    f"The snapshots in {self.path} belong to another agent, which is running. "
-                    "Two agents of one launch cannot have the same node rank. Stop one of them, or give it another "
-                    "--node-rank."
+                    f"Another running agent uses the snapshots in {self.path}. Two agents of one launch cannot "
+                    "have the same node rank. Stop one of them, or give it another --node-rank."
                 )
             if not is_ours:
                 time.sleep(_TRY_AGAIN_AFTER)  # the kernel tells when a lock is free, but not with a deadline

@@ -78,7 +78,7 @@ def next_generation(home: Path, shard: int) -> int:
 def read_transfer(record: bytes, sums: bytes, geometry: Geometry) -> tuple[SlotRecord, Sums]:
     """What the sender says of its slot, checked against the checksums that stand beside it. Raises Corrupt."""
     if not 1 <= geometry.num_slots <= MAX_SLOTS or min(geometry.meta_bytes, geometry.data_bytes) < 1:
-        raise Corrupt("The sender's segment has an impossible shape.")
+        raise Corrupt("The sender's segment has a size or shape that cannot exist.")
     try:
         generation = int.from_bytes(record[:8], "little")
         found = decode_record(make_word(SlotState.COMPLETE, generation), record, geometry)
@@ -88,7 +88,7 @@ def read_transfer(record: bytes, sums: bytes, geometry: Geometry) -> tuple[SlotR
     if found is None:
         raise Corrupt("The record of the slot does not match its checksum.")
     if values is None or len(values.values) != -(-found.data_length // CHUNK_BYTES):
-        raise Corrupt("The checksums of the slot are not whole.")
+        raise Corrupt("The checksums of the slot are incomplete.")
     return found, values
 
 
@@ -110,9 +110,9 @@ class ArrivingSlot:
             size = os.fstat(self._fd).st_size
             found = decode_prelude(os.pread(self._fd, PAGE_BYTES, 0), size, boot_id())
             if found.geometry != geometry:
-                raise SegmentInvalid(f"{path} has another shape than what arrives")
+                raise SegmentInvalid(f"{path} has a different shape from the snapshot that arrives")
             if not self._locks.try_own(1 + slot):
-                raise Unavailable(f"slot {slot} of {path.name} is being read", 0.1)
+                raise Unavailable(f"another process still reads slot {slot} of {path.name}", 0.1)
             self._map = mmap.mmap(self._fd, size)
         except BaseException:
             os.close(self._fd)
@@ -128,7 +128,7 @@ class ArrivingSlot:
         with meta:
             fill(meta)
             if zlib.crc32(meta) != record.meta_crc:
-                raise Corrupt("The metadata arrived with another checksum than it was sent with.")
+                raise Corrupt("The metadata are damaged: they arrived with a different checksum.")
         function = checksum_function(sums.algorithm)
         start = self._geometry.data_at(self.slot)
         for number, expected in enumerate(sums.values):
@@ -137,7 +137,7 @@ class ArrivingSlot:
                 fill(chunk)
                 if function(chunk) != expected:
                     raise Corrupt(
-                        f"Chunk {number} of {len(sums.values)} arrived with another checksum than it was sent with."
+                        f"Chunk {number} of {len(sums.values)} is damaged: it arrived with a different checksum."
                     )
 
     def complete(self, record: SlotRecord, sums: Sums, generation: int | None = None) -> SlotName:

@@ -65,8 +65,8 @@ def find_room(
         obstacles += blocking
     reasons = "; ".join(f"{each.what} leaves {_size(each.available_bytes)}: {each.remedy}" for each in obstacles)
     kept = f" ({_size(reclaimable_bytes)} are still held by the previous segment)" if reclaimable_bytes else ""
-    hint = "" if fallback is not None else " Or name a directory on a fast disk for file-backed segments."
-    raise ConfigError(f"No room for a snapshot segment of {_size(num_bytes)}{kept}. {reasons}.{hint}")
+    hint = "" if fallback is not None else " Or set DLROVER_SNAPSHOT_DIR to a directory on a fast disk."
+    raise ConfigError(f"There is no room for a snapshot segment of {_size(num_bytes)}{kept}. {reasons}.{hint}")
 
 
 def _file_system(directory: Path, needed: int, *, is_memory: bool) -> list[Obstacle]:

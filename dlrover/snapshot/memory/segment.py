@@ -101,7 +101,7 @@ class Segment:
             try:
                 self.prelude = decode_prelude(page, size, None if any_boot else boot_id())
             except SegmentInvalid as error:
-                raise SegmentInvalid(f"{path} is no usable segment: {error}.") from error
+                raise SegmentInvalid(f"{path} is not a usable segment: {error}.") from error
             access = mmap.ACCESS_COPY if private else mmap.ACCESS_READ
             self._map = mmap.mmap(self._fd, size, access=access)
         except BaseException:
@@ -168,7 +168,9 @@ class PinnedSlot:
         start = self.segment.geometry.meta_at(self.slot)
         area = bytes(self.segment.view[start : start + self.record.meta_length])
         if zlib.crc32(area) != self.record.meta_crc:
-            raise Corrupt(f"{self}: the metadata differs from what was written. This snapshot cannot be used.")
+            raise Corrupt(
+                f"{self} is damaged: its metadata changed after they were written. This snapshot cannot be used."
+            )
         return decode_sections(area)
 
     def sums(self) -> Sums | None:
@@ -193,7 +195,8 @@ class PinnedSlot:
             return False
         if bad := find_corrupt_chunks(self.data, sums.values, sums.algorithm, pool):
             raise Corrupt(
-                f"{self}: {len(bad)} of {len(sums.values)} chunks differ from their checksum, first chunk {bad[0]}."
+                f"{self} is damaged: {len(bad)} of {len(sums.values)} chunks differ from their checksum, the "
+                f"first is chunk {bad[0]}."
             )
         return True
 
@@ -311,8 +314,8 @@ class SegmentWriter:
                     file.close()
                     self.close()
                     raise Unavailable(
-                        f"The snapshot segment {path} is still held by another trainer of rank {self.owner.global_rank}. "
-                        "It must end before a new one can save."
+                        f"The snapshot segment {path} is still in use by another trainer of rank "
+                        f"{self.owner.global_rank}. A new trainer can save only after that one has ended."
                     )
         self._files.append(file)
 
@@ -407,8 +410,8 @@ class SlotInWriting:
         if len(meta) > geometry.meta_bytes or data_length > geometry.data_bytes:
             self.abandon()
             raise ConfigError(
-                f"A snapshot of {data_length} bytes with {len(meta)} bytes of metadata was announced as smaller: "
-                f"its slot has {geometry.data_bytes} and {geometry.meta_bytes}."
+                f"A snapshot has {data_length} bytes and {len(meta)} bytes of metadata, but its slot has room "
+                f"for {geometry.data_bytes} and {geometry.meta_bytes}: it was announced as smaller."
             )
         file.store(geometry.meta_at(self.slot), meta)
         self._writer._after_store("metadata")

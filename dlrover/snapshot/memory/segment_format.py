@@ -143,12 +143,12 @@ def decode_prelude(page: bytes, file_bytes: int, boot_id: bytes | None) -> Prelu
     fields = _PRELUDE.unpack_from(page)
     _, version, num_slots, meta_bytes, data_bytes, total_bytes, sequence, boot, owner_length = fields
     if version != FORMAT_VERSION:
-        raise SegmentInvalid(f"it has format version {version}, this is version {FORMAT_VERSION}")
+        raise SegmentInvalid(f"it has format version {version}, and this dlrover reads version {FORMAT_VERSION}")
     end = _PRELUDE.size + owner_length
     if end + _U32.size > PAGE_BYTES or _U32.unpack_from(page, end)[0] != zlib.crc32(page[:end]):
         raise SegmentInvalid("its first page is damaged")
     if boot_id is not None and boot != boot_id:
-        raise SegmentInvalid("it is from before the machine's last start, when its content was not saved safely")
+        raise SegmentInvalid("it is older than the machine's last start, and its content may be lost")
     geometry = Geometry(num_slots=num_slots, meta_bytes=meta_bytes, data_bytes=data_bytes)
     if not 1 <= num_slots <= MAX_SLOTS or geometry.total_bytes != total_bytes or file_bytes != total_bytes:
         raise SegmentInvalid(f"it should have {total_bytes} bytes and has {file_bytes}")

@@ -55,8 +55,8 @@ class Rebuildable:
                     named.update(value)
                 case inspect.Parameter.VAR_POSITIONAL | inspect.Parameter.POSITIONAL_ONLY:
                     raise ConfigError(
-                        f"{type(self).__name__} takes arguments without a name, so the agent cannot build it. "
-                        "Give it a get_class_meta() of its own."
+                        f"{type(self).__name__} takes positional arguments (*args), so the agent cannot build "
+                        "it. Give it a get_class_meta() of its own."
                     )
                 case _:
                     named[name] = value
@@ -72,8 +72,8 @@ def describe(thing: object, interface: type) -> ClassMeta:
     ask = getattr(thing, "get_class_meta", None)
     if ask is None:
         raise ConfigError(
-            f"{type(thing).__name__} has no get_class_meta(): derive it from CheckpointStorage or CheckpointDeletionStrategy of "
-            "dlrover.python.common.storage."
+            f"{type(thing).__name__} has no get_class_meta(). Derive it from CheckpointStorage or "
+            "CheckpointDeletionStrategy of dlrover.python.common.storage."
         )
     given: Any = ask()
     name = f"{given.module_path}.{given.class_name}"
@@ -121,7 +121,8 @@ def find_class(meta: ClassMeta, interface: type) -> Any:
             found = getattr(found, part)
     except AttributeError as error:
         raise ConfigError(
-            f"The module {meta.module_path} has no class {meta.class_name} at its top level; the agent finds only such ones."
+            f"The module {meta.module_path} has no class {meta.class_name}. Define the class at the top level "
+            "of the module, where the agent can find it."
         ) from error
     name = f"{meta.module_path}.{meta.class_name}"
     if not isinstance(found, type):
@@ -130,7 +131,7 @@ def find_class(meta: ClassMeta, interface: type) -> Any:
     missing = [method for method in wanted if not callable(getattr(found, method, None))]
     if not issubclass(found, interface) and (missing or not wanted):
         lacks = f" It lacks {', '.join(missing)}." if missing else ""
-        raise ConfigError(f"{name} is no {interface.__name__}.{lacks} Derive it from {interface.__name__}.")
+        raise ConfigError(f"{name} is not a {interface.__name__}.{lacks} Derive it from {interface.__name__}.")
     return found
 
 

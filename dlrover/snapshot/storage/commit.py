@@ -98,8 +98,8 @@ def stage(storage: Storage, attempt: Attempt) -> str:
     path = attempt.staging_path(storage)
     if not isinstance(storage, Renaming) and read_global_manifest(storage, path) is not None:
         raise Rejected(
-            f"Step {attempt.step} is committed already in {path}, and this storage cannot replace it at once. "
-            "Save another step, or remove the old one first.",
+            f"Step {attempt.step} is already committed in {path}, and this storage cannot replace a checkpoint "
+            "in one act. Save another step, or remove that checkpoint first.",
             code=ErrorCode.ALREADY_COMMITTED,
         )
     storage.make_directory(join(path, DIRECTORY))
@@ -256,8 +256,8 @@ def _commit_staged(
     found = digest_of_shards({rank.global_rank: rank.digest for rank in manifest.ranks})
     if digest and found != digest:
         raise ManifestInvalid(
-            f"The manifests of step {attempt.step} in {attempt.directory} are not those that the nodes reported. "
-            "The step is not committed. If another job writes there, give each job its own directory."
+            f"Step {attempt.step} is not committed: the manifests in {attempt.directory} differ from those that "
+            "the nodes reported. If another job writes there, give each job its own directory."
         )
     staging = attempt.staging_path(storage)
     check_sizes(storage, staging, manifest)
@@ -306,8 +306,8 @@ def _refuse_another_job(storage: Storage, attempt: Attempt, staged: list[RankMan
     with contextlib.suppress(OSError):
         abandon(storage, attempt)
     raise Rejected(
-        f"another job writes to the same directory: it committed step {attempt.step} while ours was being written, and "
-        "ours was given up. Give each job a directory of its own",
+        f"another job writes to the same directory. It committed step {attempt.step} first, so this save was "
+        "given up. Give each job a directory of its own",
         code=ErrorCode.ANOTHER_JOB,
     )
 
@@ -377,7 +377,8 @@ def latest_step(storage: Storage, directory: str) -> int | None:
         return None
     if not content.strip().isdigit() or len(content) > _LONGEST_STEP:
         raise ManifestInvalid(
-            f"{join(directory, TRACKER)} should hold a step and holds {content[:40]!r}. Write the step to use into it."
+            f"{join(directory, TRACKER)} must contain the number of a step (found {content[:40]!r}). Write the "
+            "step to restore into it."
         )
     return int(content)
 
@@ -413,8 +414,8 @@ def locate(storage: Storage, directory: str, step: int | None = None) -> Committ
             return checkpoint
     known = [checkpoint.manifest.step for checkpoint in checkpoints]
     raise ManifestInvalid(
-        f"No complete checkpoint of step {wanted} in {directory}; complete are steps {known or 'none'}. "
-        "Restore its files, or name the step to resume from."
+        f"{directory} has no complete checkpoint of step {wanted}. Its complete steps are {known or 'none'}. "
+        "Restore the missing files, or name one of those steps."
     )
 
 
@@ -470,9 +471,7 @@ def find_damage(storage: Storage, checkpoint: Committed, ranks: Iterable[RankSum
         if found.size_bytes != file.size_bytes:
             damage.append(f"{name} has {found.size_bytes} bytes instead of {file.size_bytes}")
         elif found.crc32 != file.crc32:
-            damage.append(
-                f"{name} has other bytes than were written: CRC {found.crc32:08x} instead of {file.crc32:08x}"
-            )
+            damage.append(f"{name} is damaged: its CRC is {found.crc32:08x}, and its manifest says {file.crc32:08x}")
     return damage
 
 

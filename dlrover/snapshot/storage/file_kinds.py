@@ -31,8 +31,8 @@ def file_image(contents: Contents, entry: FileEntry, data: memoryview) -> FileIm
     make = _KINDS.get(entry.kind)
     if make is None:
         raise SegmentInvalid(
-            f"The snapshot's part {entry.name!r} is of the kind {entry.kind!r}. This agent can write only "
-            f"{', '.join(_KINDS)}. Install the same version of dlrover for the agent and the trainer."
+            f"The part {entry.name!r} of the snapshot has the kind {entry.kind!r}, and this agent can write "
+            f"only {', '.join(_KINDS)}. Install the same version of dlrover for the agent and the trainer."
         )
     return make(contents, entry, data)
 

@@ -135,7 +135,7 @@ def decode_global_manifest(content: bytes) -> GlobalManifest:
     if manifest.checksum:  # the first versions wrote none
         bare = content.replace(f'"{manifest.checksum}"'.encode(), b'""', 1)
         if digest_of(bare) != manifest.checksum:
-            raise ManifestInvalid("The manifest is damaged: its content differs from its checksum.")
+            raise ManifestInvalid("The manifest is damaged: its content does not match its checksum.")
     return manifest
 
 
@@ -171,8 +171,9 @@ def join_manifests(manifests: list[RankManifest], expected_ranks: set[int], data
     for rank, manifest in sorted(by_rank.items()):
         if (manifest.step, manifest.attempt) != (first.step, first.attempt):
             raise ManifestInvalid(
-                f"Rank {rank} wrote step {manifest.step} in attempt {manifest.attempt}, rank {first.global_rank} wrote step "
-                f"{first.step} in attempt {first.attempt}: they do not belong together."
+                f"The manifests do not belong together: rank {rank} wrote step {manifest.step} in attempt "
+                f"{manifest.attempt}, and rank {first.global_rank} wrote step {first.step} in attempt "
+                f"{first.attempt}."
             )
     owner_of: dict[str, int] = {}
     for rank, manifest in sorted(by_rank.items()):
@@ -201,7 +202,7 @@ def _decode(content: bytes, decoder: msgspec.json.Decoder[Manifest]) -> Manifest
     try:
         return decoder.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ManifestInvalid(f"Not a manifest: {error}") from error
+        raise ManifestInvalid(f"The file is not a manifest: {error}") from error
 
 
 def _checked(manifest: Manifest) -> Manifest:
@@ -213,7 +214,7 @@ def _checked(manifest: Manifest) -> Manifest:
     for file in manifest.files:
         parts = file.path.split("/")
         if file.path.startswith("/") or ".." in parts or not file.path:
-            raise ManifestInvalid(f"The manifest names {file.path!r}, which is not inside the checkpoint.")
+            raise ManifestInvalid(f"The manifest names {file.path!r}, but this path lies outside the checkpoint.")
     return manifest
 
 

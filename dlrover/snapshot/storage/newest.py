@@ -47,7 +47,7 @@ def newest_step(storage: Storage, directory: str) -> int | None:
         return None
     step = complete[-1].manifest.step
     what = f"{join(directory, TRACKER)} is missing." if unreadable is None else str(unreadable)
-    log.warning("%s The newest complete checkpoint counts: step %d.", what, step)
+    log.warning("%s The newest complete checkpoint is used: step %d.", what, step)
     return step
 
 
@@ -63,8 +63,8 @@ def complete_up_to(storage: Storage, directory: str, newest: int) -> list[Commit
     complete = [each for each in reversed(stored) if each.manifest.step <= newest]
     if complete and complete[0].manifest.step != newest:
         log.warning(
-            "the checkpoint of step %d in %s is not complete: its directory or its manifest is missing or damaged. "
-            "The next older complete one counts: step %d.",
+            "The checkpoint of step %d in %s is incomplete: its directory or its manifest is missing or "
+            "damaged. The next older complete checkpoint is used: step %d.",
             newest,
             directory,
             complete[0].manifest.step,
@@ -90,8 +90,9 @@ def refuse_remains(storage: Storage, directory: str) -> None:
     ]
     if remains:
         raise ManifestInvalid(
-            f"{directory} holds damaged checkpoints only. The manifest is missing or damaged in: {', '.join(remains[:8])}. "
-            "Restore their files, or start from scratch in another directory."
+            f"All checkpoints in {directory} are damaged. The manifest is missing or damaged in: "
+            f"{', '.join(remains[:8])}. Restore the files of one of them, or start from scratch in another "
+            "directory."
         )
 
 

@@ -130,7 +130,7 @@ def request_in(extra: Mapping[str, bytes]) -> SaveRequest | None:
         return _DECODER.decode(content)
     except msgspec.MsgspecError as error:
         raise SegmentInvalid(
-            f"The snapshot is damaged: its request to write to storage cannot be read: {error}"
+            f"The snapshot is damaged: the request that says where to write it cannot be read: {error}"
         ) from error
 
 
@@ -309,11 +309,12 @@ def wait_until_complete(
         if time.monotonic() >= deadline:
             found = sorted(each.global_rank for each in staged_manifests(request.open_storage(), request.as_attempt()))
             raise TimeoutError(
-                f"Step {request.step} was not committed: only {len(found)} of {request.num_shards} shards were written "
-                f"within {limit:g} s (by ranks {found[:8]}). See the logs of the other ranks."
+                f"Step {request.step} was not committed: within {limit:g} s only {len(found)} of "
+                f"{request.num_shards} shards were written (by ranks {found[:8]}). The logs of the other ranks "
+                "say why."
             )
         if wait(pause):
-            raise WriteStopped(f"Step {request.step} was given up before all shards were written.")
+            raise WriteStopped(f"The save of step {request.step} was given up before all shards were written.")
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
@@ -363,14 +364,16 @@ def _check_paths(contents: Contents) -> None:
     """Every file stays inside the checkpoint, no matter which program wrote its name."""
     for entry in contents.files:
         if entry.path.startswith("/") or ".." in entry.path.split("/"):
-            raise SegmentInvalid(f"The snapshot has a file {entry.path!r}, which lies outside of its checkpoint.")
+            raise SegmentInvalid(
+                f"The snapshot names the file {entry.path!r}, but this path lies outside its checkpoint."
+            )
 
 
 def _check_free(storage: Storage, attempt: Attempt) -> None:
     if any(entry.name == attempt.target for entry in storage.list(attempt.directory)):
         raise Rejected(
-            f"{attempt.target_path} exists and is not a checkpoint. The snapshot of another node is not written over it. "
-            "Move it away, or save to another path.",
+            f"{attempt.target_path} exists and is not a checkpoint, so the snapshot of another node is not "
+            "written there. Move it away, or save to another path.",
             code=ErrorCode.NOT_A_CHECKPOINT,
         )
 
@@ -399,8 +402,8 @@ def _link(source: str, link: str) -> None:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"the checkpoint is complete as {source}, but cannot be linked to {link} ({error.strerror}); "
-            "give a path on the same file system",
+            f"the checkpoint is complete in {source}, but the link {link} to it could not be made "
+            f"({error.strerror}). Give a path on the same file system",
         ) from error
 
 

@@ -58,7 +58,8 @@ class SavePlaces:
             place = _DECODER.decode(encoded)
         except msgspec.MsgspecError as error:
             raise NotNamed(
-                f"The agent cannot read where a trainer wants its checkpoints, so it does not write them: {error}"
+                "The agent does not write a trainer's checkpoints, because the trainer's description of its "
+                f"storage cannot be read: {error}"
             ) from error
         known = self._named.setdefault(place.directory, [])
         is_new = place not in known
@@ -78,26 +79,28 @@ class SavePlaces:
         here = self._named.get(request.directory)
         if not here:
             raise NotNamed(
-                f"A copy from another node is to be written to {request.directory}. No trainer of this node saves there."
+                f"The snapshot of another node should be written to {request.directory}, but no trainer of this "
+                "node saves there."
             )
         place = next((each for each in reversed(here) if _is_same(each.storage, request.storage)), None)
         if place is None:
             raise NotNamed(
-                f"A copy from another node names {_words(request.storage)} as the storage of {request.directory}. No trainer of this "
-                f"node has named that; they use {_words(here[-1].storage)}."
+                f"The snapshot of another node names {_words(request.storage)} as the storage of "
+                f"{request.directory}. The trainers of this node use {_words(here[-1].storage)}."
             )
         rule = place.deletion
         if request.deletion is not None and not _is_same(rule.custom, request.deletion):
             log.warning(
-                "step %d: a copy from another node names the deletion strategy %s, which no trainer of this node has named. "
-                "This node's own rules are used.",
+                "step %d: the snapshot of another node names the deletion strategy %s, which no trainer of "
+                "this node uses. The strategy of this node applies.",
                 request.step,
                 _words(request.deletion),
             )
         if request.links:
             log.warning(
-                "step %d: this node writes the checkpoint of another node from a replica, without the links %s. For safety, an agent "
-                "makes only links that a trainer of its own node asks for. Make them by hand if you need them.",
+                "step %d: this node writes the checkpoint of another node, but does not make the links %s. For "
+                "safety, an agent makes only links that a trainer of its own node asks for. If you need them, "
+                "make them by hand.",
                 request.step,
                 ", ".join(sorted(request.links.values())),
             )
@@ -119,7 +122,7 @@ def _check_name(request: SaveRequest) -> None:
     try:
         request.as_attempt()
     except ValueError as error:
-        raise NotNamed(f"A copy from another node names a checkpoint that cannot exist: {error}") from error
+        raise NotNamed(f"The snapshot of another node names an invalid checkpoint: {error}") from error
 
 
 def _is_same(one: ClassMeta | None, other: ClassMeta | None) -> bool:

@@ -118,7 +118,7 @@ def storage_for(location: str, **options: Any) -> Storage:
     if "://" not in location:
         return LocalStorage()
     if location.startswith("file://"):
-        raise ConfigError(f"{location}: give a local directory as a plain path, {location.removeprefix('file://')}")
+        raise ConfigError(f"{location}: give a local directory as a plain path: {location.removeprefix('file://')}")
     return FsspecStorage(location, options)
 
 
@@ -261,7 +261,8 @@ class FsspecStorage:
             import fsspec
         except ImportError as error:
             raise ConfigError(
-                f"Checkpoints in {location} need the fsspec package, which the extra `storage` of this project brings, and the package of the store (s3fs for s3://)."
+                f"Checkpoints in {location} need the package fsspec and the package of the store (s3fs for "
+                "s3://). Install fsspec with: pip install 'dlrover[storage]'"
             ) from error
         try:
             self._files = fsspec.url_to_fs(location, **options)[0]

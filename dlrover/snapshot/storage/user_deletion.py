@@ -107,8 +107,9 @@ def rule_for(strategy: object) -> DeletionRule:
         return DeletionRule(keep_interval=strategy.keep_interval)
     if not callable(getattr(strategy, "clean_up", None)):
         raise ConfigError(
-            f"deletion_strategy {type(strategy).__name__} cannot be used: give KeepLatestStepStrategy, KeepStepIntervalStrategy, or a "
-            "class of your own derived from CheckpointDeletionStrategy, all of dlrover.python.common.storage."
+            f"deletion_strategy has the type {type(strategy).__name__}. Give KeepLatestStepStrategy, "
+            "KeepStepIntervalStrategy, or a class of your own derived from CheckpointDeletionStrategy, all of "
+            "dlrover.python.common.storage."
         )
     return DeletionRule(custom=describe(strategy, CheckpointDeletionStrategy))
 

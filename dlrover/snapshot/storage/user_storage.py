@@ -256,7 +256,7 @@ class FileContent:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "this state_dict stands for the finished bytes of a file and cannot be pickled: call "
+            "this state_dict holds the finished bytes of a file and cannot be pickled. Call "
             "write_func(state_dict, path) instead"
         )
 

@@ -113,7 +113,8 @@ def rest_of_data(step: int) -> str:
         return _ask_rest(step, FLUSH)
     except (Rejected, Unavailable) as error:
         log.info(
-            "the master did not answer which data the model of step %d has still to read; the commit records it: %s",
+            "The master did not answer which data the model of step %d has not read yet. The commit of the "
+            "checkpoint records it instead: %s",
             step,
             error,
         )
@@ -202,7 +203,8 @@ def restored(
         (current_link() if link is None else link).ask(told, timeout=_TELL)
     except (Rejected, Unavailable) as error:
         log.warning(
-            "the master did not set the datasets back to step %s of the model, so data may be skipped or read twice: %s",
+            "The master did not set the datasets back to step %s of the model, so records may be skipped or "
+            "read twice: %s",
             step,
             error,
         )

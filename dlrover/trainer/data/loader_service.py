@@ -137,8 +137,8 @@ class LoaderClient(Generic[AnswerT]):
         except OSError as error:
             self._socket.close()
             raise DataUnavailable(
-                f"The training process did not answer its DataLoader worker: {error}. See the log of the training "
-                "process."
+                f"The training process did not answer this DataLoader worker: {error}. See the log of the "
+                "training process."
             ) from error
         self._lines: BinaryIO = self._socket.makefile("rb")
 
@@ -152,11 +152,12 @@ class LoaderClient(Generic[AnswerT]):
             line = self._lines.readline()
         except OSError as error:
             raise DataUnavailable(
-                f"The training process of this DataLoader worker has ended: {error}. See the log of the training process."
+                f"This DataLoader worker ends, because its training process has ended: {error}. See the log of "
+                "the training process."
             ) from error
         if not line:
             raise DataUnavailable(
-                "The training process has closed the dataset, so this DataLoader worker gets no more records."
+                "This DataLoader worker gets no more records, because the training process has closed the dataset."
             )
         answer = self._decoder.decode(line)
         if trouble := getattr(answer, "trouble", ""):

@@ -110,14 +110,14 @@ def spec_of(
     `batches_per_shard`: 0: ten, or as many as a row group has.
     """
     if shuffle not in (False, True, "records", "shards"):
-        raise ConfigError(f'shuffle is False, True, "records" or "shards", not {shuffle!r}.')
+        raise ConfigError(f'`shuffle` must be False, True, "records" or "shards" (got {shuffle!r}).')
     if batch_size < 1 or batches_per_shard < 0:
         raise ConfigError(
             f"`batch_size` must be at least 1 (got {batch_size}), and the batches per shard at least 0 (got {batches_per_shard})."
         )
     is_stream = isinstance(source, DirectoryTail)
     if is_stream and shuffle:
-        raise ConfigError(f"{source.name!r} grows while it is read: it cannot be shuffled.")
+        raise ConfigError(f"{source.name!r} grows while it is read, so it cannot be shuffled. Leave `shuffle` out.")
     group = int(getattr(source, "row_group_size", 0))
     is_by_shard = shuffle == "shards" or (shuffle is True and group > 0)
     storage = StorageKind.STREAM if is_stream else StorageKind.TABLE if is_by_shard else StorageKind.TEXT
@@ -228,14 +228,15 @@ class ShardReader:
         at = self._at.get(run[0].shard)
         if at is None:
             raise ValueError(
-                f"Shard {run[0].shard} of {self.spec.name!r} is no longer open here, so its batch cannot be reported. "
-                "The batch is of an earlier pass or was already reported. Report each batch once, in the pass that "
-                "read it."
+                f"A batch of {self.spec.name!r} cannot be reported, because shard {run[0].shard} is not open "
+                "here any more. The batch is of an earlier pass, or was reported before. Report each batch "
+                "once, in the pass that read it."
             )
         if run[0].start != at or any(two.start != one.end for one, two in pairwise(run)):
             raise ValueError(
-                f"A batch of {self.spec.name!r} begins at record {run[0].start} of shard {run[0].shard}, and record "
-                f"{at} is next. Report batches in the order in which you got them."
+                f"A batch of {self.spec.name!r} was reported out of order: it begins at record {run[0].start} "
+                f"of shard {run[0].shard}, but record {at} is next. Report batches in the order in which you "
+                "got them."
             )
 
     def _take_of_tail(self, tail: DirectoryTail, timeout: float | None) -> LeasedShard | None:
@@ -262,8 +263,9 @@ def check_same_data(state: dict[str, Any], spec: DatasetSpec) -> None:
     ):
         if saved != ours:
             raise SourceChanged(
-                f"The state was saved for data with the {word} {saved!r}; these have {ours!r}, so it names other "
-                "records. Load it with the data and settings that it was saved with."
+                f"The state cannot be loaded: it was saved for data with the {word} {saved!r}, and these data "
+                f"have {ours!r}. Its record numbers would name other records. Load it with the data and "
+                "settings that it was saved with."
             )
 
 

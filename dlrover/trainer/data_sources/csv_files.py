@@ -90,12 +90,13 @@ class CsvSource:
                 raise SourceError(f"{path} has a header and no records. Leave the file out.")
             if len(sample[0]) != len(names):
                 raise SourceError(
-                    f"{path} has {len(sample[0])} columns, but {len(names)} names were given or found: {', '.join(names)[:200]}. It may not "
-                    "be CSV, or have another delimiter."
+                    f"{path} has {len(sample[0])} columns, but {len(names)} names were given or found: "
+                    f"{', '.join(names)[:200]}. Check that the file is CSV and that `delimiter` is right."
                 )
         if len(dict.fromkeys(names)) != len(names) or not all(names):
             raise SourceError(
-                f"{files[0]} has columns without a name or with the same: {', '.join(names)[:200]}. Give `header` as a list."
+                f"{files[0]} has columns with an empty name or with the same name: {', '.join(names)[:200]}. "
+                "Give `header` as a list of names."
             )
 
 
@@ -107,7 +108,10 @@ class _Dialect:
         try:
             self.delimiter_bytes = delimiter.encode(encoding)
         except UnicodeEncodeError:
-            raise ConfigError(f"The delimiter {delimiter!r} is no character of {encoding}.") from None
+            raise ConfigError(
+                f"The delimiter {delimiter!r} does not exist in the encoding {encoding}. Give another delimiter or "
+                "encoding."
+            ) from None
 
     def begin_of(self, data: bytes) -> int:
         """Where the text begins: what marks the encoding is no part of the first field."""
@@ -117,7 +121,7 @@ class _Dialect:
     def rows(self, data: bytes, path: str) -> list[list[str]]:
         """Without blank lines, which are no rows."""
         if b"\0" in data:
-            raise SourceError(f"{path} is not CSV: it holds binary data.")
+            raise SourceError(f"{path} is not CSV: it contains binary data.")
         try:
             text = data.decode(self.encoding)
         except UnicodeDecodeError as error:
@@ -168,16 +172,17 @@ class _CsvFile(IndexedFile):
         rows = self._dialect.rows(data, self.file.path)
         if len(rows) != num_spanned:
             raise SourceError(
-                f"{self.file.path} has {len(rows)} rows where {num_spanned} were counted, from record {first - skip} on: its quotes or its "
-                "line ends can be read in two ways. Mend them there; to go on would leave records out, or take others for them."
+                f"{self.file.path} has {len(rows)} rows where {num_spanned} were counted, from record "
+                f"{first - skip} on. Its quotes or line ends can be read in two ways, so reading stops: records "
+                "could be lost or confused. Correct the file there."
             )
         return [self._typed(row, first + number) for number, row in enumerate(rows[skip : skip + count])]
 
     def _typed(self, row: list[str], number: int) -> dict[str, Any]:
         if len(row) != self._width:
             raise SourceError(
-                f"Record {number} of {self.file.path} has {len(row)} columns instead of {self._width}. "
-                "Correct the file, or give the delimiter it has."
+                f"Record {number} of {self.file.path} has {len(row)} columns instead of {self._width}. Correct "
+                "the file, or give its `delimiter`."
             )
         record = {}
         for name, at, make in self._fields:

@@ -49,7 +49,7 @@ class DirectoryTail:
         """`idle_limit`: seconds without anything new after which the stream is over; 0: only the marker ends it."""
         self.folder = str(folder)
         if not os.path.isdir(self.folder):
-            raise SourceError(f"{self.folder} is no directory.")
+            raise SourceError(f"{self.folder} is not a directory.")
         self.name = Path(self.folder).name
         self.end_marker, self.idle_limit = end_marker, idle_limit
         self._pattern, self._encoding = pattern, encoding
@@ -60,7 +60,7 @@ class DirectoryTail:
         return ""  # it changes all the time
 
     def __len__(self) -> int:
-        raise TypeError("A directory that grows has no length: iterate over it instead.")
+        raise TypeError("The length of a growing directory is unknown. Iterate over it instead.")
 
     def read(self, places: Sequence[int], partition: str = "") -> list[Any]:
         return self._file(partition).read(places, self._encoding)
@@ -123,7 +123,7 @@ class TailWatch:
             self._watch()
 
     def _note_trouble(self, error: Exception) -> None:
-        log.error("reading of new data in %s has stopped: %s", self._tail.folder, error)
+        log.error("No new data of %s are read any more: %s", self._tail.folder, error)
         self.trouble = error
 
     def _watch(self) -> None:
@@ -186,7 +186,7 @@ class _GrowingFile:
         )
         if len(lines) < last - first:
             raise SourceChanged(
-                f"{self._path} has no line {last}, which it had before. Files of a stream are only appended to."
+                f"{self._path} lost line {last}, which it had before. Only append to the files of a stream."
             )
         return [lines[place - first] for place in places]
 
@@ -195,13 +195,15 @@ class _GrowingFile:
             found = os.stat(self._path)
         except FileNotFoundError:
             raise SourceChanged(
-                f"{self._path} is gone, and not all of it was read. Bring it back: nothing else is lost."
+                f"{self._path} was removed before all of it was read. Restore it and start the job again: no "
+                "record is lost."
             ) from None
         self._inode = self._inode or found.st_ino
         if found.st_ino != self._inode or found.st_size < self._index.looked_to:
             raise SourceChanged(
-                f"{self._path} was replaced or became shorter ({found.st_size} bytes, {self._index.looked_to} were seen). Files of a stream "
-                "are only appended to; give what is new another name."
+                f"{self._path} was replaced or became shorter: it has {found.st_size} bytes, and "
+                f"{self._index.looked_to} bytes were read before. Only append to the files of a stream. Give "
+                "new data a new file name."
             )
         return found.st_size
 

@@ -18,7 +18,9 @@ class HuggingFaceSource:
     def __init__(self, dataset: Any, *, name: str = "") -> None:
         """`dataset`: a `datasets.Dataset`, one split of what `load_dataset` gives."""
         if isinstance(dataset, dict):
-            raise ConfigError(f"This is a dict of splits ({', '.join(map(str, dataset))}): give one of them.")
+            raise ConfigError(
+                f"`dataset` must be one split, not a dict of splits ({', '.join(map(str, dataset))}). Give one of them."
+            )
         if not all(hasattr(dataset, needed) for needed in ("__len__", "__getitem__", "column_names", "_fingerprint")):
             raise ConfigError(
                 f"{type(dataset).__name__} is not a map-style dataset of `datasets`, so its records cannot be read by "

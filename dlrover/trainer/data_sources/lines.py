@@ -97,6 +97,7 @@ def decoded_lines(data: bytes, skip: int, count: int, encoding: str, where: Any)
             found.append(line.removesuffix(b"\r").decode(encoding))
         except UnicodeDecodeError as error:
             raise SourceError(
-                f"{where(number)} is not text in {encoding}: {error.reason}. Give `encoding` the encoding of the file."
+                f"{where(number)} is not text in {encoding}: {error.reason}. Give the encoding of the file as "
+                "`encoding`."
             ) from error
     return found

@@ -30,7 +30,7 @@ class ParquetSource:
             if part.columns != parts[0].columns:
                 raise SourceError(
                     f"{part.file.path} has the columns {part.columns}, but {files[0]} has {parts[0].columns}. "
-                    "Give files with the same columns, or one dataset for each kind."
+                    "Give files with the same columns, or make one dataset for each set of columns."
                 )
         self.columns = parts[0].columns
         self._row = Row(parts)
@@ -81,7 +81,7 @@ class _ParquetFile:
 
     def read(self, places: Sequence[int]) -> list[Any]:
         if max(places) >= len(self):
-            raise SourceError(f"{self.file.path} has no record {max(places)}: it has {len(self)}.")
+            raise SourceError(f"{self.file.path} has no record {max(places)}: it has {len(self)} records.")
         by_group: dict[int, list[int]] = {}
         for place in places:
             by_group.setdefault(bisect_right(self._starts, place) - 1, []).append(place)
@@ -106,8 +106,8 @@ class _ParquetFile:
         except (pyarrow.ArrowException, OSError) as error:
             self.file.check()
             raise SourceError(
-                f"Row group {number} of {self.file.path} cannot be read. If the file is damaged, restore it, or leave it out. pyarrow says: "
-                f"{error}"
+                f"Row group {number} of {self.file.path} cannot be read. If the file is damaged, restore it or "
+                f"leave it out. Message of pyarrow: {error}"
             ) from error
         self.file.check()
         self._kept[number] = table
@@ -122,7 +122,7 @@ class _ParquetFile:
             try:
                 self._opened = os.getpid(), pyarrow.parquet.ParquetFile(self.file.path)
             except (pyarrow.ArrowException, OSError) as error:
-                raise SourceError(f"{self.file.path} is not Parquet, or damaged: {error}") from error
+                raise SourceError(f"{self.file.path} is not a Parquet file, or it is damaged: {error}") from error
         return self._opened[1]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class FrozenFile:
         except OSError as error:
             raise SourceError(f"{self.path} cannot be read: {error.strerror}.") from error
         if not os.path.isfile(self.path):
-            raise SourceError(f"{self.path} is not a file.")
+            raise SourceError(f"{self.path} is not a file. Give the path of a file.")
         self.size = found.st_size
         self._changed_at = found.st_mtime_ns
         self._fd = -1
@@ -83,16 +83,16 @@ class FrozenFile:
             found = os.stat(self.path) if self._fd < 0 else os.fstat(self._fd)
         except FileNotFoundError:
             raise SourceChanged(
-                f"{self.path} does not exist any more. Restore it, then start the job again: nothing is lost."
+                f"{self.path} was removed while the job read it. Restore it and start the job again: no record is lost."
             ) from None
         if (found.st_size, found.st_mtime_ns) != (self.size, self._changed_at):
             what = (
                 f"has {found.st_size} bytes instead of {self.size}" if found.st_size != self.size else "was written to"
             )
             raise SourceChanged(
-                f"{self.path} {what} since this job began to read it, so its record numbers now name other records. "
-                "Restore the old file and start the job again (nothing is lost), or read the new file as a dataset of "
-                "another name."
+                f"{self.path} {what} since this job began to read it, so its record numbers now name other "
+                "records. Restore the old file and start the job again (no record is lost), or give the new "
+                "file to a dataset with another name."
             )
 
     def fingerprint(self) -> bytes:
@@ -124,10 +124,10 @@ def find_files(paths: str | Path | Iterable[str | Path]) -> list[str]:
         text = str(each)
         matching = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
         if not matching:
-            raise SourceError(f"No file is called {text}.")
+            raise SourceError(f"There is no file {text}.")
         found += matching
     if not found:
-        raise SourceError("Name at least one file.")
+        raise SourceError("No file was given. Give at least one.")
     return found
 
 

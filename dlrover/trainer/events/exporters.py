@@ -136,7 +136,7 @@ class AsyncExporter:
             self.num_dropped += 1
             if time.monotonic() - self._told_at >= TELL_DROPS_EVERY:
                 self._told_at = time.monotonic()
-                own_log().warning("dropped events so far: %d (queue of %d is full)", self.num_dropped, self._size)
+                own_log().warning("events lost so far: %d (the queue of %d is full)", self.num_dropped, self._size)
 
     @property
     def metrics(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ class AsyncExporter:
             lost = max(0, self._queue.qsize() - 1)  # not the word that ends the thread
             self.num_dropped += lost
             if self.num_dropped or self.num_errors:
-                own_log().warning("at the end: %d lost, %s", lost, self.metrics)
+                own_log().warning("events lost when the process ended: %d, %s", lost, self.metrics)
         self._inner.close()
 
     def _work(self) -> None:
@@ -164,7 +164,7 @@ class AsyncExporter:
 
     def _note_error(self, error: Exception) -> None:
         self.num_errors += 1
-        own_log().warning("event not exported: %r", error)
+        own_log().warning("An event could not be exported: %r", error)
 
 
 def build_exporter(settings: EventSettings) -> Exporter:

@@ -27,7 +27,7 @@ class OpenTelemetryExporter:
                 processor = BatchSpanProcessor(OTLPSpanExporter())
         except ImportError as error:
             raise ImportError(
-                "DLROVER_EVENT_EVENT_EXPORTER=OTLP needs OpenTelemetry: install the extra `otel` of this project."
+                "DLROVER_EVENT_EVENT_EXPORTER=OTLP needs OpenTelemetry. Install it with: pip install 'dlrover[otel]'"
             ) from error
         self._provider = TracerProvider(resource=Resource.create())
         self._provider.add_span_processor(processor)

@@ -128,7 +128,9 @@ def _with_directory(settings: EventSettings) -> EventSettings:
     try:
         make_directory(settings.file_dir)
     except NotOurs as error:
-        log.error("no events are written: %s. Set DLROVER_EVENT_FILE_DIR to a directory of your own.", error.strerror)
+        log.error(
+            "No events are written: %s. Set DLROVER_EVENT_FILE_DIR to a directory that belongs to you.", error.strerror
+        )
         return replace(settings, enable=False)
     return settings
 

@@ -56,7 +56,7 @@ def _read_file(path: str, troubles: list[str]) -> dict[str, object]:
             values = json.load(file)
         if isinstance(values, dict):
             return {str(key).lower(): value for key, value in values.items()}
-        troubles.append(f"{path}: not a JSON object; ignored.")
+        troubles.append(f"{path} is ignored, because it does not contain a JSON object.")
     except (OSError, ValueError) as error:
         troubles.append(f"{path}: {error}; ignored.")
     return {}
@@ -67,7 +67,9 @@ def _merged(settings: EventSettings, values: Mapping[str, object], troubles: lis
         try:
             settings = replace(settings, **{key: _parsed(key, value)})  # type: ignore[arg-type]
         except (KeyError, ValueError, TypeError):
-            troubles.append(f"{key}={value!r}: not a setting of events, or not a value of it; ignored.")
+            troubles.append(
+                f"{key}={value!r} is ignored, because events have no such setting or the value is not valid."
+            )
     return settings
 
 

@@ -113,7 +113,8 @@ def load_conf(name: str, *, overrides: Mapping[str, Any] | None = None) -> Conf:
     except ModuleNotFoundError as error:
         if error.name is not None and module_name.startswith(error.name):
             raise ConfigError(
-                f"--conf {name}: there is no module {error.name} here. Start the job in its directory."
+                f"--conf {name}: there is no module {error.name} in this directory. Start the job in the "
+                "directory of the module."
             ) from error
         raise
     found = getattr(module, class_name, None)
@@ -163,20 +164,19 @@ def _check(conf: Conf) -> None:
     if conf.backend == "auto":
         conf.put("backend", "coordinator" if conf.build is not None and not conf.classifier_class else "graph")
     if conf.backend == "coordinator" and not callable(conf.build):
-        raise ConfigError(
-            "The conf class has no build: give a function of the conf that returns a coordinator Program."
-        )
+        raise ConfigError("The conf class has no build. Give it a function that returns a coordinator Program.")
     if conf.backend == "graph" and conf.classifier_class is None:
-        raise ConfigError("The conf class has no classifier_class: name the Estimator class of your model.")
+        raise ConfigError("The conf class has no classifier_class. Give the Estimator class of your model.")
     if not conf.model_dir:
-        raise ConfigError("The conf class has no model_dir: name the directory of its checkpoints.")
+        raise ConfigError("The conf class has no model_dir. Give the directory of its checkpoints.")
     if conf.train_set is None:
-        raise ConfigError("The conf class has no train_set: give a dictionary with a reader and columns.")
+        raise ConfigError("The conf class has no train_set. Give a dictionary with a reader and columns.")
     if conf.data_on_restore not in (RESUME, CONTINUE):
         raise ConfigError(f"data_on_restore {conf.data_on_restore!r}: give resume or continue.")
     if conf.enable_incr_saved_model or conf.checkpoint_incremental_save_secs:
         log.warning(
-            "Incremental checkpoints and exports need the DeepRec fork of TensorFlow; whole ones are written instead."
+            "Incremental checkpoints and exports need the DeepRec fork of TensorFlow. Full checkpoints and "
+            "exports are written instead."
         )
 
 

@@ -97,9 +97,14 @@ class ClusterLink:
 
     def await_end(self) -> None:
         """The agent is about to kill this process."""
-        log.info("waiting to be ended: version %d of the cluster is over", self.where.cluster_version)
+        log.info(
+            "version %d of the cluster has ended; this process waits until the agent ends it",
+            self.where.cluster_version,
+        )
         time.sleep(_END_PATIENCE)
-        raise VersionOver(f"this process was not ended within {_END_PATIENCE:g} s after its version was over")
+        raise VersionOver(
+            f"the agent did not end this process within {_END_PATIENCE:g} s after its cluster version ended"
+        )
 
     def _follow(self) -> None:
         while True:

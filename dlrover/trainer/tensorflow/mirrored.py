@@ -56,7 +56,7 @@ def _addresses(where: WorkerEnvironment, size: int, link: Link, patience: float,
                 raise
             if time.monotonic() > end_at:
                 raise TimeoutError(
-                    f"Not all {size} workers of round {where.round} have told their address within {patience:g} s."
+                    f"Not all {size} workers of round {where.round} reported their address within {patience:g} s."
                 ) from error
             continue
         assert isinstance(found, KvValues), found

@@ -59,7 +59,7 @@ def _open_link() -> ClusterLink:
     where = environment.current()
     if where is None or not where.task_type:
         raise ConfigError(
-            "This process was started by hand, without an agent of a parameter-server job. Start the job with `dlrover local --ps N`, or "
+            "This process runs outside a parameter-server job. Start the job with `dlrover local --ps N`, or "
             "with --platform local_kubernetes."
         )
     log_steps()

@@ -32,10 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dlrover.trainer", allow_abbrev=False)
     add = parser.add_argument
     add("--platform", default="KUBERNETES", type=str.upper, help="KUBERNETES, RAY, local_kubernetes or local_ray")
-    add("--worker_action", default="run", help="only run starts anything")
-    add("--ps_num", type=int, default=1, help="parameter servers of a local job")
-    add("--worker_num", type=int, default=3, help="workers of a local job, the chief included")
-    add("--evaluator_num", type=int, default=1, help="evaluators of a local job: 0 or 1")
+    add("--worker_action", default="run", help="`run` starts the job; other actions do nothing")
+    add("--ps_num", type=int, default=1, help="number of parameter servers of a local job")
+    add("--worker_num", type=int, default=3, help="number of workers of a local job, including the chief")
+    add("--evaluator_num", type=int, default=1, help="number of evaluators of a local job: 0 or 1")
     add("--conf", default="", help="module.Class of the conf class, importable from the working directory")
     add("--task_id", type=int, default=0)
     add("--task_type", default="")
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--enable_auto_scaling",
         type=_boolean,
         default=False,
-        help="accepted; every job has failover and dynamic sharding",
+        help="accepted without effect: every job has failover and dynamic sharding",
     )
     return parser
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = get_parsed_args(argv)
     _print_commit()
     if args.worker_action != "run":
-        log.warning("--worker_action %s starts nothing; only run does.", args.worker_action)
+        log.warning("--worker_action %s does nothing. Only `run` starts the job.", args.worker_action)
         return 0
     try:
         return _start(args, list(sys.argv[1:] if argv is None else argv))

@@ -90,12 +90,12 @@ class Checkpointer:
             shared["lazy"] = lazy
         elif lazy is True:
             raise ConfigError(
-                f'A model of kind "{self.kind}" has no lazy saves. Leave `lazy` out, or give lazy="auto".'
+                f'Lazy saves are not possible for a model of kind "{self.kind}". Leave `lazy` out, or give lazy="auto".'
             )
         if self.kind != "megatron":
             shared["storage"] = storage
         elif storage is not None:
-            raise ConfigError("Megatron-Core writes to a file system: leave `storage` out.")
+            raise ConfigError("Megatron-Core writes only to a file system. Leave `storage` out.")
         self._way: Way = _WAYS[self.kind](checkpoint_dir, model, optimizer, shared)
         self.checkpoint_dir = os.fspath(checkpoint_dir)
         self._cadence = SaveCadence(self._way.engine, checkpoint_interval, overhead_budget)
@@ -136,14 +136,15 @@ class Checkpointer:
             return None
         if _STEP not in rest:
             raise ConfigError(
-                f"The checkpoint in {os.fspath(path) or self.checkpoint_dir} was not saved by dlrover.Checkpointer: it has no step. Load it with "
-                "the checkpointer that saved it."
+                f"The checkpoint in {os.fspath(path) or self.checkpoint_dir} has no step, so "
+                "dlrover.Checkpointer did not save it. Load it with the checkpointer that saved it."
             )
         states = rest.get(_ALSO) or {}
         if missing := sorted(self._also.keys() - states.keys()):
             raise ConfigError(
-                f"The checkpoint of step {rest[_STEP]} has no state of {', '.join(missing)} (it has: {', '.join(sorted(states)) or 'none'}). "
-                "Name the same objects in `also` as in the run that saved it."
+                f"The checkpoint of step {rest[_STEP]} has no state of {', '.join(missing)} (it has "
+                f"{', '.join(sorted(states)) or 'none'}). Give the same objects in `also` as in the run that "
+                "saved it."
             )
         for name, each in self._also.items():
             each.load_state_dict(states[name])
@@ -199,7 +200,9 @@ class _PlainWay:
         if self._optimizer is not None:
             if _OPTIMIZER not in state:
                 raise ConfigError(
-                    f"The checkpoint of step {state[_STEP]} has no state of an optimizer: its Checkpointer was made without one."
+                    f"The checkpoint of step {state[_STEP]} has no state of an optimizer, because its "
+                    "Checkpointer was made without one. Make this Checkpointer without an optimizer too, or "
+                    "restore another checkpoint."
                 )
             self._optimizer.load_state_dict(state[_OPTIMIZER])
         return state
@@ -232,7 +235,7 @@ class _DeepSpeedWay:
         from dlrover.trainer.torch.flash_checkpoint.deepspeed import DeepSpeedCheckpointer
 
         if optimizer is not None and optimizer is not getattr(model, "optimizer", None):
-            raise ConfigError("DeepSpeed's engine saves its own optimizer: leave `optimizer` out.")
+            raise ConfigError("DeepSpeed's engine saves its optimizer itself. Leave `optimizer` out.")
         self._dir = os.fspath(checkpoint_dir)
         self.front = DeepSpeedCheckpointer(model, checkpoint_dir, **options)
         self.engine = self.front.async_save_engine
@@ -245,7 +248,7 @@ class _DeepSpeedWay:
         loaded, rest = self.front.load_checkpoint(directory, tag)
         if loaded is None:
             if path:
-                raise ConfigError(f"There is no checkpoint of DeepSpeed in {path}.")
+                raise ConfigError(f"There is no DeepSpeed checkpoint in {path}.")
             return None
         return rest or {}
 
@@ -299,7 +302,8 @@ def _kind_of(model: Any) -> str:
         return "deepspeed"
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(
-            f"model is a {type(model).__name__}. Give a torch module or DeepSpeed's engine; for a plain state dict there is DdpCheckpointer."
+            f"`model` is a {type(model).__name__}. Give a torch module or DeepSpeed's engine. To save a plain "
+            "state dict, use DdpCheckpointer."
         )
     inner = _unwrapped(model)
     if any(f"{each.__module__}".startswith("megatron.core.") for each in type(inner).__mro__):
@@ -331,6 +335,7 @@ def _named(also: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
     for name, each in named.items():
         if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
             raise ConfigError(
-                f"also: {name} is a {type(each).__name__}, which has no state_dict() and load_state_dict(). Save plain values with `extra`."
+                f"`also`: {name} is a {type(each).__name__}, which lacks state_dict() and load_state_dict(). "
+                "Save plain values with `extra`."
             )
     return named

@@ -120,7 +120,10 @@ class ElasticDataset(Dataset[Any], ABC):  # type: ignore[misc]  # torch is not f
         """Why it cannot be; empty: it is."""
         text = (state or {}).get("shards")
         if text is None:
-            return "Rank 0 got no data state to load. Give its load_state_dict() what state_dict() returned there."
+            return (
+                "Rank 0 got no data state to load. On rank 0, give load_state_dict() the value that state_dict() "
+                "returned there."
+            )
         try:
             self._client.restore_books(text)
         except DLRoverError as error:

@@ -104,7 +104,7 @@ class MasterKVStore(Store):  # type: ignore[misc]  # torch is not typed for us
     def add(self, key: str, amount: int) -> int:
         number = operator.index(amount)  # a TypeError for what is no integer, as torch's
         if not -(1 << 63) <= number < 1 << 63:
-            raise TypeError(f"an amount must be an integer of 64 bits (got {number})")
+            raise TypeError(f"an amount must be a 64-bit integer (got {number})")
         return _number(self._ask(KvAdd(key=self._key(key), amount=number, round=self._round)))
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -273,7 +273,7 @@ def run(kind: str, target: str, args: Sequence[str]) -> None:
 
                 function.call(target)
             case _:
-                raise AssertionError(f"no entry of kind {kind!r}")
+                raise AssertionError(f"unknown kind of entry point: {kind!r}")
     except SystemExit:
         raise
     except BaseException as error:

@@ -233,7 +233,7 @@ class _Zygote:
             except FileNotFoundError:
                 continue  # the agent has just removed it, empty as it was
             except OSError as error:
-                print(f"dlrover: no cgroup for the workers: {error}", file=sys.stderr)
+                print(f"dlrover: no cgroup could be made for the workers: {error}", file=sys.stderr)
                 self._arguments.cgroups = ""
 
     def _import_all(self) -> None:
@@ -390,7 +390,7 @@ class _Zygote:
         if pid > 0:
             self._reply(Forked(id=number, pid=pid))
         else:
-            reason = os.strerror(-pid) if pid else "the process in the middle died"
+            reason = os.strerror(-pid) if pid else "the process that forks the worker ended"
             self._reply(SpawnRefused(id=number, message=f"fork failed: {reason}"))
 
     def _count(self, request: CountDevices) -> None:
@@ -412,7 +412,7 @@ class _Zygote:
         if raw:
             send_frame(self._socket, raw)
         else:
-            self._reply(SpawnRefused(id=request.id, message=f"the process that counts {request.kind} devices died"))
+            self._reply(SpawnRefused(id=request.id, message=f"the process that counts {request.kind} devices ended"))
 
     def _reply(self, message: FromZygote) -> None:
         send_frame(self._socket, msgspec.msgpack.encode(message))
@@ -467,7 +467,7 @@ def _preload(name: str) -> None:
     """What uses it imports it in any case and gets the error; the others need not care."""
 
     def tell(error: Exception) -> None:
-        print(f"dlrover: {name} is not preloaded ({type(error).__name__}: {error})", file=sys.stderr)
+        print(f"dlrover: {name} could not be preloaded ({type(error).__name__}: {error})", file=sys.stderr)
 
     with contained(tell):
         importlib.import_module(name)
@@ -521,4 +521,4 @@ def _count_devices(request: CountDevices) -> Counted:
             raise ValueError(f"{kind} is not available.")
         return Counted(id=request.id, count=module.device_count(), device=kind)
     known = "gpu and xpu" if custom == "privateuseone" else f"gpu, xpu and {custom}"
-    raise ValueError(f"torch knows no {kind} device here, only {known}.")
+    raise ValueError(f"torch has no device type {kind} here, only {known}.")

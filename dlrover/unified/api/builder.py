@@ -145,7 +145,8 @@ class RoleBuilder:
         if self.fields["backend"] != "elastic":
             switch = "forked" if home is RankHome.FORKED else "in_actor"
             raise ValueError(
-                f"Role {self.role_name}: {switch}() is for roles of train(). A role of run() is always in actors."
+                f"Role {self.role_name}: {switch}() applies only to roles of train(). A role of run() always "
+                "runs in actors."
             )
         self.fields["home"] = home
         return self
@@ -198,7 +199,7 @@ class DLJobBuilder:
 
     def run(self, entrypoint: str) -> RoleBuilder:
         if self._next_role is None:
-            raise ValueError("Name the role first: role(NAME).run(ENTRYPOINT).")
+            raise ValueError("No role has a name yet. Start with: role(NAME).run(ENTRYPOINT).")
         return self._add("simple", entrypoint)
 
     def train(self, entrypoint: str) -> RoleBuilder:
@@ -246,7 +247,7 @@ class DLJobBuilder:
         if not nodes.rpartition(":")[2].isdigit() or not nproc.isdigit():
             raise ValueError(f"--nnodes {nodes} and --nproc-per-node {nproc} must be whole numbers.")
         if not parsed.script:
-            raise ValueError(f"The command names no script: {command!r}.")
+            raise ValueError(f"The command contains no script: {command!r}.")
         num_nodes = int(nodes.rpartition(":")[2])
         if words[0] == "dlrover-run" and not parsed.flag("network_check"):
             self.skip_node_check()
@@ -294,7 +295,9 @@ class DLJobBuilder:
         for place, roles in enumerate(self._collocations):
             for role in sorted(roles):
                 if role not in descs:
-                    raise ValueError(f"Collocation of {role}: this role is not defined. Roles are {', '.join(descs)}.")
+                    raise ValueError(
+                        f"The collocation names the role {role}, which is not defined. Roles are {', '.join(descs)}."
+                    )
                 if role in seen or descs[role].get("group"):
                     raise ValueError(f"Role {role} is in more than one collocation.")
                 seen.add(role)
@@ -340,7 +343,7 @@ class RLJobBuilder(DLJobBuilder):
 
     def _check(self, descs: Mapping[str, Any]) -> None:
         if self._stream_type is not DLStreamType.TASK_STREAM:
-            raise ValueError("Reinforcement learning jobs are task streams. Remove as_data_stream().")
+            raise ValueError("Reinforcement learning jobs are always task streams. Remove as_data_stream().")
         known = [role.name for role in RLRoleType]
         if unknown := [role for role in descs if role not in known]:
             raise ValueError(f"Role {unknown[0]} is unknown to RLJobBuilder. Roles are {', '.join(known)}.")

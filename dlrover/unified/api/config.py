@@ -55,24 +55,26 @@ class DLConfig(BaseModel):
         for role, desc in self.workloads.items():
             if desc.resource.is_empty():
                 raise ValueError(
-                    f"Role {role}: give CPU, an accelerator or a custom resource; memory alone places nothing."
+                    f"Role {role}: give CPU, an accelerator or a custom resource. Memory alone cannot place an "
+                    "instance on a machine."
                 )
             groups.setdefault(desc.group or role, []).append(role)
         total = 0.0
         for name, roles in groups.items():
             numbers = {role: self.workloads[role].num_groups for role in roles}
             if len(set(numbers.values())) > 1:
-                raise ValueError(f"Group {name}: all its roles need the same number of groups, and have {numbers}.")
+                raise ValueError(f"Group {name}: all its roles need the same number of groups (got {numbers}).")
             size = sum(_accelerators(self.workloads[role].resource) * self.workloads[role].per_group for role in roles)
             if size > self.device_per_node + 0.05:
                 raise ValueError(
-                    f"Group {name} asks for {size:g} accelerators on one node, and a node has {self.device_per_node}."
+                    f"Group {name} asks for {size:g} accelerators on one node, but a node has only "
+                    f"{self.device_per_node}."
                 )
             total += size * next(iter(numbers.values()))
         if total > self.node_number * self.device_per_node + 0.05:
             raise ValueError(
-                f"The roles ask for {total:g} accelerators in all, and {self.node_number} nodes of {self.device_per_node} have "
-                f"{self.node_number * self.device_per_node}."
+                f"The roles ask for {total:g} accelerators in all, but {self.node_number} nodes of "
+                f"{self.device_per_node} have only {self.node_number * self.device_per_node}."
             )
         return self
 

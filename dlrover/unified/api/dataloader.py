@@ -30,7 +30,9 @@ class RayDataLoaderIter:
             raise ValueError(f"num_actors must be at least 1 (got {num_actors}).")
         ahead = loader.prefetch_factor
         if ahead == 0:
-            warnings.warn("prefetch_factor is 0: each batch is waited for. Give 1 or more.", stacklevel=2)
+            warnings.warn(
+                "prefetch_factor is 0, so the loop waits for each batch. Give 1 or more to load ahead.", stacklevel=2
+            )
         self._ray = ray
         self._ahead = num_actors * (DEFAULT_PREFETCH if ahead is None else ahead)
         self._is_pinned = bool(loader.pin_memory)

@@ -34,7 +34,7 @@ class _Types:
 
     def dl_type(self, name: str) -> Self:
         warnings.warn(
-            "This builder is the one of the first generation. Use dlrover.python.unified.api.builder.",
+            "This builder belongs to the first generation of the API. Use dlrover.python.unified.api.builder.",
             DeprecationWarning,
             stacklevel=2,
         )

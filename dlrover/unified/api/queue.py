@@ -108,7 +108,7 @@ class DataQueue(Generic[T]):
             if found:
                 return [pickle.loads(each) for each in found]
             if deadline is not None and time.monotonic() >= deadline:
-                raise CallTimeout(f"Queue {self.name} had no item within {timeout:g} s.")
+                raise CallTimeout(f"Queue {self.name} received no item within {timeout:g} s.")
 
     def get_nowait(self, max: int = 1) -> list[T]:  # noqa: A002  # the name in scripts
         """Possibly none."""
@@ -126,7 +126,10 @@ def _find_owner(key: str, name: str) -> RoleActor:
     deadline = time.monotonic() + OWNER_TIMEOUT
     while (data := _store().get(key)) is None:
         if time.monotonic() > deadline:
-            raise CallTimeout(f"Queue {name}: no worker owns it after {OWNER_TIMEOUT:.0f} s. One needs is_master=True.")
+            raise CallTimeout(
+                f"Queue {name}: no worker opened it as its owner within {OWNER_TIMEOUT:.0f} s. One worker must open "
+                "it with is_master=True."
+            )
         time.sleep(PAUSE)  # the store tells nobody of a new key
     role, _, rank = data.decode().rpartition(" ")
     return RoleActor(role, int(rank))
@@ -142,5 +145,5 @@ def _store() -> Any:
     except ImportError:
         is_connected = False
     if not is_connected:
-        raise ConfigError("DataQueue needs a worker that is an actor. In forked workers use Stream.")
+        raise ConfigError("DataQueue works only in a worker that is an actor. In forked workers use Stream.")
     return ClusterKeyValues()

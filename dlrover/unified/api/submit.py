@@ -95,7 +95,7 @@ class PrimeMaster:
 
     def restart(self) -> None:
         if not self.handle.restart():
-            raise ConfigError(f"Job {self.handle.name} does not run; only a running job can be restarted.")
+            raise ConfigError(f"Job {self.handle.name} does not run. Only a running job can be restarted.")
 
 
 class MasterStatus:

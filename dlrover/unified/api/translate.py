@@ -69,7 +69,8 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
         resources["TPU"], gpus = gpus, 0.0
     if gpus == 0.5 and desc.per_group == 8 and not desc.rank_based_gpu_selection:
         log.warning(
-            "Role %s: with 0.5 accelerators for 8 instances of a group Ray may give one GPU to two of them.", name
+            "Role %s: with 0.5 accelerators for each of 8 instances of a group, Ray may give one GPU to two of them.",
+            name,
         )
     on_failure = {STOP: OnFailure.STOP, JOB: OnFailure.JOB, ROLE: OnFailure.ROLE}[config.failover_exec_strategy]
     is_elastic = isinstance(desc, ElasticWorkloadDesc)
@@ -101,8 +102,9 @@ def _role(name: str, desc: Any, config: JobConfig) -> Role:
     if is_elastic:
         if desc.home is None:
             log.info(
-                "Role %s runs in actors, as its entry point has a dotted name. Its workers restart together, without snapshots in memory. Call "
-                ".forked() on the role to have them forked.",
+                "Role %s runs in actors, because its entry point is a dotted name. Its workers restart "
+                "together and without snapshots in memory. To run them as forked workers, call .forked() on "
+                "the role.",
                 name,
             )
         on_failure = OnFailure.STOP if on_failure is OnFailure.STOP else OnFailure.ROLE

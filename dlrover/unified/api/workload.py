@@ -100,7 +100,7 @@ class ElasticWorkloadDesc(_WorkloadDesc):
     def _is_home_possible(self) -> Any:
         if self.home is RankHome.ACTOR and self.entry_point and self.entrypoint_type is WorkloadEntrypointType.PY_CMD:
             raise ValueError(
-                f"The script {self.entry_point} cannot run in actors. Give a class or function, or leave out in_actor()."
+                f"Actors cannot run the script {self.entry_point}. Give a class or function, or leave out in_actor()."
             )
         return self
 

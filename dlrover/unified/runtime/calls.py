@@ -40,7 +40,7 @@ class CallFuture:
             failure = as_error(error)
             raise failure from failure.__cause__
         except CancelledError as error:
-            raise Ending("This instance was asked to end.") from error
+            raise Ending("This instance is ending, so it makes no more calls.") from error
         except TimeoutError as error:
             if self._answer.done():
                 raise
@@ -287,6 +287,4 @@ def _refuse_in_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise AssertionError(
-        "A call is waited for in an event loop, which would stand still. Await it instead: await future."
-    )
+    raise AssertionError("This call would block the event loop. Await it instead: await future.")

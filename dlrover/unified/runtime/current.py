@@ -78,7 +78,7 @@ def _join() -> Current:
 
     wire = wire_from_environment()
     if wire is None:
-        raise ConfigError("This process is no instance of a multi-role job. Start it as a role of an Ensemble.")
+        raise ConfigError("This process is not an instance of a multi-role job. Start it as a role of an Ensemble.")
     return Current(
         job=wire.welcome.job,
         job_uid=wire.welcome.job_uid,

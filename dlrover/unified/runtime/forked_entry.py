@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     serve(instance)
     entry = target if instance is None else getattr(instance, "run", None)
     if entry is None:
-        sys.exit(f"{argv[0]} has no method run, so its workers would end at once. Add run().")
+        sys.exit(f"{argv[0]} has no method run(), so its workers would end at once. Add the method.")
     result = entry()
     if inspect.isawaitable(result):
         asyncio.run(_awaited(result))

@@ -90,8 +90,8 @@ class RelayWire:
         role = self.welcome.role
         if not self.welcome.takes_calls:
             raise ConfigError(
-                f"Role {role} was built as a script that takes no calls, and {role}-{self.rank} serves. Give Role.elastic({role!r}, …, "
-                "takes_calls=True)."
+                f"Role {role!r} was defined as a script that takes no calls, but {role!r}-{self.rank} calls "
+                f"serve(). Give Role.elastic({role!r}, …, takes_calls=True)."
             )
         self._answer = answer
         self.announce()
@@ -130,7 +130,9 @@ class RelayWire:
                         raise AssertionError(f"unexpected message {type(message).__name__} from the node")
         except (OSError, EOFError) as error:  # the node is gone, and this worker follows it
             for future in list(self._waiting.values()):
-                future.set_exception(as_raised(Unavailable(f"The node of this worker is gone: {error}")))
+                future.set_exception(
+                    as_raised(Unavailable(f"The connection of this worker to its node was lost: {error}"))
+                )
 
     def _run(self, ask: RelayedCall, parts: Parts) -> None:
         try:

@@ -83,7 +83,7 @@ class Weights:
         """As it is now: it is copied. Before the trainer asks for the batch of the step."""
         me = current()
         if (me.role, me.rank) != (self.role, 0):
-            raise ConfigError(f"Weights of {self.role} are published by its rank 0; this is {me.name}.")
+            raise ConfigError(f"Only rank 0 of {self.role} may publish its weights; this is {me.name}.")
         data = pickle.dumps(state)
         with self._changed:
             self._published[step] = data

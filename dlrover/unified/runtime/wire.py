@@ -28,8 +28,8 @@ class InstanceLost(JobError):
 
     def __init__(self, role: str, rank: int, incarnation: int) -> None:
         super().__init__(
-            f"{role}-{rank} (incarnation {incarnation}) died during the call. The call may have run. Mark the method with @rpc(retry=True) if "
-            "it may run twice."
+            f"{role}-{rank} (incarnation {incarnation}) ended during the call. The call may have run. If it may "
+            "run twice, mark the method with @rpc(retry=True)."
         )
         self.role, self.rank, self.incarnation = role, rank, incarnation
 
@@ -151,7 +151,7 @@ def as_error(error: Raised) -> DLRoverError:
     failure = CallFailed(error.text)
     if error.data:
         # The class may exist at the callee only.
-        with contained(lambda reason: failure.add_note(f"The error itself cannot be shown here: {reason}")):
+        with contained(lambda reason: failure.add_note(f"The text of the error cannot be shown: {reason}")):
             failure.__cause__ = pickle.loads(error.data)
     return failure
 

@@ -81,7 +81,7 @@ class ActorWire:
     def call(self, role: str, rank: int, header: CallHeader, parts: Parts) -> Future[Parts]:
         self.num_ranks(role)
         if self._is_ending:
-            raise Ending("This instance was asked to end.")
+            raise Ending("This instance is ending, so it takes no more calls.")
         future = asyncio.run_coroutine_threadsafe(self.send(role, rank, header, parts), self._loop)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
@@ -92,7 +92,7 @@ class ActorWire:
         try:
             return await self._sender.send(role, rank, header, parts)
         except asyncio.CancelledError:
-            raise Raised("ended", "This instance was asked to end.") from None
+            raise Raised("ended", "This instance is ending, so it takes no more calls.") from None
         except Exception as error:  # the edge to the user's threads: each error becomes one that can travel
             raise as_raised(error) from error
 

@@ -55,7 +55,7 @@ class KeyBook:
             if place is not None and place.incarnation > newer_than:
                 return place
             if why := self.why_gone(role):
-                raise RoleGone(f"{role}-{rank} takes no calls any more: {why}")
+                raise RoleGone(f"{role}-{rank} takes no more calls: {why}")
             if loop.time() + pause > deadline:
                 state = "has not started" if place is None else "has not started again"
                 raise CallTimeout(f"{role}-{rank} {state} within the time of the call.")

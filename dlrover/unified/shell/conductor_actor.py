@@ -124,7 +124,7 @@ class ConductorActor:
 
     async def stop(self, number: int) -> None:
         """As a signal to the job."""
-        await self.end("stopped by a person", 128 + number)
+        await self.end("stopped by a user", 128 + number)
 
     async def end(self, reason: str, exit_code: int) -> bool:
         """False: the job ends already."""
@@ -183,7 +183,7 @@ class ConductorActor:
             await self._finish(FinishEnsemble(EXIT_FAILED, f"The conductor cannot go on. {error}"))
             return
         except Exception as error:  # the edge of the process: Ray starts the next life, which reads the journal
-            log.exception("the conductor failed job=%s", self._job_uid)
+            log.exception("the conductor failed because of a bug job=%s", self._job_uid)
             self._bulletin.say(f"the conductor failed: {type(error).__name__}: {error}")
             os._exit(1)
         self._has_begun.set()

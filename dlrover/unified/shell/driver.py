@@ -133,14 +133,14 @@ def submit_plan(plan: EnsemblePlan, *, address: str = "auto", working_dir: str =
     name, registry = plan.spec.name, Registry()
     known = Registered(job_uid=plan.job_uid, user=os.environ.get("USER", ""), submitted_at=time.time(), actor=CONDUCTOR)
     if not registry.add(name, known):
-        raise ConfigError(f"A job {name} is in this cluster already. Give another name, or end that one.")
+        raise ConfigError(f"A job {name} runs in this cluster already. Give another name, or end that job.")
     try:
         registry.forget_result(name)
         uploaded = ray.get_runtime_context().runtime_env.get("working_dir") if working_dir else None
         if working_dir and not uploaded:
             raise ConfigError(
-                "working_dir cannot be sent over a connection to Ray that is there already. Connect with "
-                "ray.init(runtime_env={'working_dir': DIR}) before."
+                "working_dir cannot be sent, because this process is already connected to Ray. Connect with "
+                "ray.init(runtime_env={'working_dir': DIR}) instead."
             )
         runtime_env = {"working_dir": uploaded} if uploaded else {}
         plan = msgspec.structs.replace(plan, runtime_env=runtime_env)

@@ -174,8 +174,8 @@ class InstanceActor:
             self._main = getattr(instance, "run", None)
             if order.is_driver and self._main is None:
                 raise ConfigError(
-                    f"{order.entry.text} has no method run, and role {order.role} is a driver: the job would wait for nothing. Add run(), or "
-                    "make the role no driver."
+                    f"{order.entry.text} has no method run(), but role {order.role} is a driver, so the job "
+                    "would never end. Add run(), or define the role without driver."
                 )
 
     async def _run(self) -> bytes:

@@ -66,7 +66,7 @@ class MachineReplacement:
             if value is None:
                 return False
         group = [each.node for each in self._machines().values() if each.labels.get(rule.label) == value]
-        self._say(f"All {len(group)} machines with {rule.label}={value} are to be replaced.")
+        self._say(f"All {len(group)} machines with {rule.label}={value} must be replaced.")
         try:
             return await self._relaunch(group, GROUP_LIMIT)
         except TimeoutError:
@@ -84,7 +84,7 @@ class MachineReplacement:
                 asked = {node.id for node in await self._extension.relaunch_nodes_impl(list(nodes))}
                 self._unmark([node for node in nodes if node.id not in asked])
                 if not asked:
-                    self._say(f"The extension replaces none of these machines: {names}.")
+                    self._say(f"The extension did not replace these machines: {names}.")
                     return False
                 while True:
                     living = self._machines().keys()

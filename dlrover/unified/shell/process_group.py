@@ -71,7 +71,10 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
                 span.extra_args(result=seconds[order.rank])
         if order.rank == 0 and (slow := stragglers(seconds)):
             shown = ", ".join(f"rank {rank} took {seconds[rank]:g} s" for rank in slow)
-            print(f"Role {order.role}: slow in the communication check: {shown}; the median is {median(seconds):g} s.")
+            print(
+                f"Role {order.role}: these ranks were slow in the communication check: {shown}; the median is "
+                f"{median(seconds):g} s."
+            )
     try:
         yield
     finally:
@@ -142,7 +145,8 @@ def torch_device(*, gpus: Sequence[str], visible: str | None, local_rank: int, i
     ids = [each.strip() for each in visible.split(",")]
     if gpus[0] not in ids:
         raise ConfigError(
-            f"Ray gave GPU {gpus[0]} to this instance, and CUDA_VISIBLE_DEVICES={visible} does not have it. Change the variable of the role."
+            f"Ray gave GPU {gpus[0]} to this instance, but CUDA_VISIBLE_DEVICES={visible} does not contain it. "
+            "Change this variable of the role."
         )
     return f"cuda:{ids.index(gpus[0])}"
 
@@ -192,7 +196,7 @@ def _see_devices_of_node(order: InstanceOrder, store: KeyValues) -> None:
     store.put(f"{prefix}{order.rank}", ",".join(mine).encode())
     first = order.rank - order.rank % order.local_world_size
     found = [
-        _await_key(store, f"{prefix}{rank}", f"Rank {rank} of role {order.role} named no devices").split(",")
+        _await_key(store, f"{prefix}{rank}", f"Rank {rank} of role {order.role} did not report its devices").split(",")
         for rank in range(first, first + order.local_world_size)
     ]
     if devices := visible_devices(found):
@@ -221,4 +225,4 @@ def _coordinator(order: InstanceOrder, store: KeyValues) -> tuple[str, Any]:
         address = f"{ray.util.get_node_ip_address()}:{held.getsockname()[1]}"
         store.put(key, address.encode())
         return address, held
-    return _await_key(store, key, f"Rank 0 of role {order.role} offered no address"), None
+    return _await_key(store, key, f"Rank 0 of role {order.role} did not report its address"), None

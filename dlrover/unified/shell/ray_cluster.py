@@ -108,7 +108,7 @@ class RayCluster:
 
         found = await self._await_made(instance)
         if found is None:
-            return "it was lost while no conductor was there"
+            return "it was lost while the job had no conductor"
         if isinstance(found, ElasticRole):
             return await found.gone()
         while True:

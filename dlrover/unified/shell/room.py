@@ -60,8 +60,14 @@ class JobRoom:
         for bundle, members in zip(layout.bundles, layout.members, strict=True):
             if not any(all(machine.free.get(n, 0.0) >= a for n, a in bundle.items()) for machine in machines):
                 most = {name: max((m.free.get(name, 0.0) for m in machines), default=0.0) for name in bundle}
-                return f"No room yet for {members}: it asks for {say_amounts(bundle)}; the most free on a machine is {say_amounts(most)}."
-        return f"{len(layout.bundles)} bundles wait for room together; each alone would fit."
+                return (
+                    f"There is no room yet for {members}: it asks for {say_amounts(bundle)}, and the most that a "
+                    f"machine has free is {say_amounts(most)}."
+                )
+        return (
+            f"{len(layout.bundles)} groups of instances wait for room. Each alone would fit, but all are placed "
+            "together."
+        )
 
     def remove(self) -> None:
         from ray.util import remove_placement_group

@@ -106,14 +106,14 @@ def attacks(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str, bool]]:
         "command": ({"storage": popen}, "names subprocess.Popen", False),
         "module": ({"storage": evil_module(tmp_path)}, "names evil_storage_of_a_peer.Storage", False),
         "arguments": ({"storage": drawer}, f"DrawerStorage with {{'drawer': '{elsewhere}'}}", False),
-        "directory": ({"directory": elsewhere}, "No trainer of this node saves there", False),
+        "directory": ({"directory": elsewhere}, "no trainer of this node saves there", False),
         "target": ({"target": ".."}, "cannot name a checkpoint", False),
         "replaced": ({"target": "sources"}, "exists and is not a checkpoint", False),
-        "file": ({"path": "../../mark"}, "lies outside of its checkpoint", False),
-        "absolute": ({"path": mark}, "lies outside of its checkpoint", False),
-        "deletion": ({"deletion": popen}, "own rules are used", True),
+        "file": ({"path": "../../mark"}, "lies outside its checkpoint", False),
+        "absolute": ({"path": mark}, "lies outside its checkpoint", False),
+        "deletion": ({"deletion": popen}, "strategy of this node applies", True),
         "retention": ({"keep_latest": 1}, "", True),
-        "link": ({"links": {"file-0": mark}}, "without the links", True),
+        "link": ({"links": {"file-0": mark}}, "does not make the links", True),
         "tracker": ({"trackers": {"train.py": "raise SystemExit", "../mark": "x", "latest": "../../x"}}, "", True),
     }
 
@@ -179,13 +179,13 @@ async def test_a_replacement_writes_what_it_fetched_once_its_own_trainer_names_t
 
     saver = savers(2)
     await idle(saver)
-    assert "No trainer of this node saves there" in caplog.text
+    assert "no trainer of this node saves there" in caplog.text
     assert not list((tmp_path / "drawer").iterdir())
     name_place(
         saver, lab.homes[2], SavePlace(directory=checkpoints, storage=replace(named, kwargs={"drawer": checkpoints}))
     )
     await idle(saver)
-    assert "they use tests.snapshot.storage.user_classes.DrawerStorage with" in caplog.text
+    assert "The trainers of this node use tests.snapshot.storage.user_classes.DrawerStorage with" in caplog.text
     assert not list((tmp_path / "drawer").iterdir())
 
     name_place(saver, lab.homes[2], SavePlace(directory=checkpoints, storage=named))

@@ -180,7 +180,7 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     assert [each.trouble for each in of("lost")] == ["RuntimeError: GPU is lost"]
     assert [each.trouble for each in of("leaving")] == ["RuntimeError: SystemExit: 3"]
     assert [each.trouble for each in of("leaving async")] == ["RuntimeError: SystemExit: 3"]
-    assert "neither numbers" in of("wrong")[0].trouble
+    assert "neither text" in of("wrong")[0].trouble
     assert of("nothing") == []
     assert of("moody")[0].numbers == {"a": 1.0}
     assert of("old")[0].text == "one\ntwo"
@@ -217,7 +217,7 @@ def test_a_collector_that_leaves_when_it_is_loaded_costs_a_warning_and_no_other(
     (tmp_path / "staying.py").write_text("class Mine:\n    def collect(self): return {}\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert list(load_collectors()) == ["good"]
-    assert "collector bad is left out: SystemExit: 3" in caplog.text
+    assert "The collector bad is not used: SystemExit: 3" in caplog.text
     sys.modules.pop("staying", None)
 
 

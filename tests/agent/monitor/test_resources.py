@@ -147,7 +147,7 @@ async def test_a_driver_that_does_not_answer_is_told_of_and_not_asked_again(tmp_
     await watching.sample()
     second = await asyncio.wait_for(watching.sample(), 5.0)
     assert second is not None
-    assert "does not answer" in second.troubles[0]
+    assert "did not answer" in second.troubles[0]
     assert len(count.read_text() if count.exists() else "x") == 1
     await until_reaped(before)
 
@@ -160,7 +160,7 @@ async def test_a_probe_tells_of_disks_and_survives_rubbish(tmp_path: Path) -> No
     assert any("none" in trouble for trouble in answer.troubles)
     probe.close()
     rubbish = Probe((sys.executable, "-c", "input(); print('rubbish', flush=True); input()"), timeout=30.0)
-    assert "cannot be asked" in (await rubbish.ask([])).troubles[0]
+    assert "cannot be measured" in (await rubbish.ask([])).troubles[0]
     await until_reaped(before)
 
 
@@ -274,6 +274,6 @@ async def test_a_shortage_of_descriptors_is_told_and_passes(tmp_path: Path, capl
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found == [None, None]
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "the resources of this node cannot be read now"
+        "The resources of this node cannot be measured now"
     ]
     assert await watching.sample() is not None

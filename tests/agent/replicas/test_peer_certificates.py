@@ -71,5 +71,5 @@ def test_strangers_with_half_handshakes_keep_no_node_out_and_do_not_stay(tmp_pat
 
 
 def test_a_job_with_tls_needs_a_certificate_on_each_node():
-    with pytest.raises(ConfigError, match="this node has no certificate"):
+    with pytest.raises(ConfigError, match="but this node has no certificate"):
         PeerServer("127.0.0.1", SECRET, TlsConfig(ca="somewhere"), answer)

@@ -134,6 +134,6 @@ def test_wrong_proofs_are_told_ever_more_rarely_and_large_ones_are_not_read() ->
         assert "the limit is 4096" in listening.heard[0]
         guessed = Secret("guessed", "job")
         for _ in range(40):
-            with pytest.raises(Rejected, match="does not know this job's token"):
+            with pytest.raises(Rejected, match="does not have this job's token"):
                 connect(server.address, guessed, None, deadline=time.monotonic() + DEADLINE, stall=DEADLINE)
         assert len(listening.heard) <= 6

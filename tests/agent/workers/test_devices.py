@@ -130,7 +130,7 @@ async def test_words_are_answered_by_the_devices_that_are_visible(
         (
             "cuda",
             {"STANDIN_CUDA": "8"},
-            "--nproc-per-node=cuda: torch knows no cuda device here, only gpu, xpu and npu. Give a number, or auto.",
+            "--nproc-per-node=cuda: torch has no device type cuda here, only gpu, xpu and npu. Give a number, or auto.",
         ),
     ],
 )

@@ -108,7 +108,12 @@ async def test_new_workers_wait_for_an_ended_one_only_if_they_need_its_memory(
         assert not is_gone(pid)
         assert "new workers wait" not in caplog.text
         waiting = asyncio.create_task(tree.room(MORE_THAN_FIT))
-        await until(lambda: f"new workers wait for pid {pid}: its memory" in caplog.text or waiting.done())
+        await until(
+            lambda: (
+                f"new workers wait until these processes have ended: pid {pid}: its memory" in caplog.text
+                or waiting.done()
+            )
+        )
         assert not waiting.done()
         (tmp_path / "go").touch()
         await asyncio.wait_for(waiting, DEADLINE)

@@ -232,7 +232,7 @@ async def test_a_console_that_takes_no_bytes_ends_the_wait(
     await asyncio.wait_for(output.drain(zero), DEADLINE / 2)
     await asyncio.wait_for(output.close_attempt(), DEADLINE / 2)
     assert zero.tail() == "last words\n"
-    assert caplog.text.count("the console does not accept more") == 2
+    assert caplog.text.count("the console accepts no more") == 2
     while os.read(full_pipe[0], 65536)[-11:] != b"last words\n":
         pass
     os.close(full_pipe[1])
@@ -324,7 +324,7 @@ async def test_a_full_disk_is_told_once_and_the_console_goes_on(
     assert capfd.readouterr().out == "[trainer0]:0\n[trainer0]:1\n[trainer0]:2\n"
     told = [record.getMessage() for record in caplog.records if "written" in record.getMessage()]
     path = f"{output.log_dir}/attempt_0/0/stdout.log"
-    assert told == [f"{path} can no longer be written (No space left on device); training goes on without it."]
+    assert told == [f"{path} can no longer be written (No space left on device). Training continues without this log."]
 
 
 class OverQuota:

@@ -52,19 +52,19 @@ def test_version(short_dir: Path) -> None:
     ("args", "expected"),
     [
         (["status"], "Running here: none"),
-        (["stop", "ghost"], "No job ghost of yours"),
+        (["stop", "ghost"], "You have no running job ghost"),
         (["status", "--token-file", "/nowhere/token"], "/nowhere/token"),
-        (["master", "--job-name", "j", "--platform", "volcano"], "Use: --platform pyk8s"),
+        (["master", "--job-name", "j", "--platform", "volcano"], "use: --platform pyk8s"),
         (["master", "--job_name", "j", "--hang_downtime", "0"], "--hang-downtime 0: give a number of minutes"),
         (["master", "--job_name", "j", "--hang-detection", "3"], "give 0 (log only), 1 (tell people) or 2"),
-        (["master", "--job_name", "j", "--pre_check_ops", "[1]"], "--pre-check-ops [1]: 1 is no tuple"),
+        (["master", "--job_name", "j", "--pre_check_ops", "[1]"], "--pre-check-ops [1]: 1 is not a tuple"),
         (["master", "--job_name", "j", "--dynamic_failover_extension", "a::B"], "Give the option to dlrover-run"),
         (["master"], "--job-name"),
         (["master", "--job-name", "j", "--port", "99999"], "99999"),
-        (["master", "--job-name", "j", "--port", "first"], "first is no port"),
+        (["master", "--job-name", "j", "--port", "first"], "first is not a port"),
         (["master", "--job-name", "j", "--node_num", "0"], "0"),
         (["master", "--job-name", "j", "--node_num", "many"], "many must be a number of at least 1"),
-        (["status", "--addr", "host"], "--addr host: it names no port"),
+        (["status", "--addr", "host"], "--addr host: the port is missing"),
         (["events", "nowhere.sqlite"], "nor is there such a file"),
         (["report", "nowhere.sqlite"], "nor is there such a file"),
         (["events", "--limit", "0"], "--limit"),
@@ -215,7 +215,7 @@ def test_of_two_jobs_with_one_name_none_is_taken_by_chance(short_dir: Path) -> N
     for args in (["stop", "twin"], ["stop"]):
         done = run(*args, runtime=short_dir)
         assert done.returncode == 2
-        assert "2 jobs of yours on this host are called twin" in done.stderr
+        assert "You have 2 jobs named twin on this host" in done.stderr
         assert f"--addr 127.0.0.1:10 --token-file {nodes[2].path}/token" in done.stderr
     nodes[2].remove()
     assert run("stop", "twin", runtime=short_dir).returncode == 1, "two nodes of one job, whatever they call its master"
@@ -236,9 +236,11 @@ def test_the_beginning_of_a_name_is_enough_unless_two_jobs_begin_with_it(
     assert find_local_job("e").directory == nodes["evaluate-1"].path
     assert find_local_job("train-12").directory == nodes["train-12"].path
     assert find_local_job("train-1").directory == nodes["train-1"].path, "the whole name, though another begins with it"
-    with pytest.raises(ConfigError, match="2 jobs of yours on this host begin with tr: train-1, train-12"):
+    with pytest.raises(ConfigError, match="The names of 2 of your jobs on this host begin with tr: train-1, train-12"):
         find_local_job("tr")
-    with pytest.raises(ConfigError, match=r"No job other .* Running here: evaluate-1, train-1, train-12"):
+    with pytest.raises(
+        ConfigError, match=r"You have no running job other .* Running here: evaluate-1, train-1, train-12"
+    ):
         find_local_job("other")
     done = run("events", "tr", runtime=short_dir)
     assert done.returncode == 2

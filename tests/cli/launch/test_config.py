@@ -157,7 +157,7 @@ def test_what_has_no_effect_costs_one_line(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         settings_of(ElasticLaunchConfig(numa_affinity=True, training_port=1, ucp_device_type="gpu"))
     [line] = caplog.messages
-    assert line.startswith("training_port, numa_affinity, ucp_device_type: no effect in this version.")
+    assert line.startswith("training_port, numa_affinity, ucp_device_type has no effect in this version.")
 
 
 class Extension:

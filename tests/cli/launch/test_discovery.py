@@ -213,10 +213,10 @@ def test_a_malformed_address_is_refused(address: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "environ", "source"),
     [
-        (["--rdzv-endpoint", "host:port"], {}, "--rdzv-endpoint host:port: 'port' is no port"),
+        (["--rdzv-endpoint", "host:port"], {}, "--rdzv-endpoint host:port: 'port' is not a port"),
         (["--rdzv-endpoint", ":29400"], {}, "--rdzv-endpoint :29400: "),
         (["--master-addr", "a b", "--nnodes", "2"], {}, "--master-addr a b: "),
-        ([], {"DLROVER_MASTER_ADDR": "host"}, "DLROVER_MASTER_ADDR=host: it names no port"),
+        ([], {"DLROVER_MASTER_ADDR": "host"}, "DLROVER_MASTER_ADDR=host: the port is missing"),
     ],
 )
 def test_a_malformed_address_is_told_with_who_gave_it(argv: list[str], environ: dict[str, str], source: str) -> None:

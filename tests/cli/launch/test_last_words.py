@@ -88,7 +88,10 @@ def test_every_kind_of_failure_has_its_last_words(kind: FailureKind) -> None:
 
 def test_a_hang_is_told_as_what_the_diagnosis_found() -> None:
     text = report_of(kind=FailureKind.DIAGNOSED, message="stopped: the round stood still for 6.0 s.")
-    assert "no exit status, found at fault while it ran: stopped: the round stood still for 6.0 s." in text
+    assert (
+        "no exit status, the diagnosis found it at fault while it ran: stopped: the round stood still for 6.0 s."
+        in text
+    )
 
 
 def test_without_any_trace_the_report_says_how_to_get_one() -> None:

@@ -249,7 +249,7 @@ def test_a_stopped_process_with_the_lock_delays_nobody_for_long(root: str, capsy
         reap_in_passing(root)
         directory.remove()
     assert not os.path.exists(directory.path)  # the rest, shared with others, goes with the next start
-    assert "not everything could be removed" in capsys.readouterr().err
+    assert "some files could not be removed" in capsys.readouterr().err
     reap(root)
     assert os.listdir(root) == [".lock"]
 

@@ -62,13 +62,13 @@ def test_each_node_of_a_cluster_is_meant_for_as_many_cores(script):
         (["--cpus=nan", "train.py"], "--cpus nan: give a finite number"),
         (["--nodes", "2", "--", "/no/such/train.py"], "/no/such/train.py does not exist"),
         (["--nodes", "2", "--", "/dev/stdin"], "/dev/stdin can be read only once"),
-        (["--", "--nnodes=3", "train.py"], "--nnodes after `dlrover local`.* Give --nodes in front of `--`"),
+        (["--", "--nnodes=3", "train.py"], "--nnodes after `dlrover local`.* Give --nodes instead, in front of `--`"),
         (["--", "--node-rank=0", "train.py"], "--node-rank after"),
         (["--", "--standalone", "train.py"], "--standalone after"),
         (["--", "--job-token-file=x", "train.py"], "--job-token-file after"),
-        (["--", "--standby=1", "train.py"], "--standby after .* Give it in front of `--`"),
+        (["--", "--standby=1", "train.py"], "--standby after .* Give it once, in front of `--`"),
         (["--", "--nproc-per-nodes=2", "train.py"], "--nproc-per-nodes"),
-        (["--node", "2", "--", "train.py"], "--node is no option of dlrover local, nor .* Did you mean --nodes"),
+        (["--node", "2", "--", "train.py"], "--node is not an option of dlrover local or .* Did you mean --nodes"),
         (["--standy=1", "train.py"], "Did you mean --standby"),
     ],
 )
@@ -82,11 +82,11 @@ def test_bad_input_gets_a_clear_error(argv, what):
     [
         (["local", "--nodes", "0", "x.py"], "--nodes 0"),
         (["local", "--netns", "maybe", "x.py"], "maybe"),
-        (["scale", "ghost", "--nodes", "3"], "No job ghost of yours"),
+        (["scale", "ghost", "--nodes", "3"], "You have no running job ghost"),
         (["scale", "ghost", "--nodes", "3:1"], "--nodes 3:1"),
-        (["suspend", "ghost"], "No job ghost of yours"),
-        (["resume", "ghost"], "No job ghost of yours"),
-        (["restart", "ghost"], "No job ghost of yours"),
+        (["suspend", "ghost"], "You have no running job ghost"),
+        (["resume", "ghost"], "You have no running job ghost"),
+        (["restart", "ghost"], "You have no running job ghost"),
     ],
 )
 def test_commands_refuse_bad_input_with_exit_code_2(args, expected, short_dir):

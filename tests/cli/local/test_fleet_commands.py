@@ -33,7 +33,7 @@ def master(runtime: Path, *options: str) -> Iterator[None]:
     try:
         until_said(process, "serving job=job")
         if "--platform" in options:  # only now its fleet is what the tests expect
-            until_said(process, "platform took intent=LaunchNode")
+            until_said(process, "the platform accepted intent=LaunchNode")
         yield
     finally:
         process.send_signal(signal.SIGINT)
@@ -62,8 +62,8 @@ def test_a_platform_by_hand_can_be_steered(short_dir: Path, fleet_file: str) -> 
             (0, "ps", 0),
             (2, "worker", 0),
         ]
-        assert "shall have ps: 2 nodes" in succeeds(short_dir, "scale", "job", "--replicas", "ps=2")
-        assert "ps-0 is being exchanged" in succeeds(short_dir, "migrate", "job", "--node", "ps-0", *LARGER)
+        assert "The job's target is now 2 nodes of type ps" in succeeds(short_dir, "scale", "job", "--replicas", "ps=2")
+        assert "ps-0 is being replaced" in succeeds(short_dir, "migrate", "job", "--node", "ps-0", *LARGER)
         assert "suspended" in succeeds(short_dir, "suspend", "job")
         status = json.loads(succeeds(short_dir, "status", "--json"))
         assert status["stage"] == "suspended"
@@ -83,11 +83,14 @@ def test_a_node_is_named_by_type_and_rank_wherever_one_is_named(short_dir: Path,
                 refused = run(*command, "job", f"--node={name}", runtime=short_dir)
                 assert refused.returncode == 2
                 assert refused.stderr == (
-                    f"dlrover: error: --node {name}: this job has no such node. Name one by type and rank: "
+                    f"dlrover: error: --node {name}: this job has no such node. Give the type and rank of one of its nodes: "
                     "chief-0, ps-0, worker-0.\n"
                 )
-        assert succeeds(short_dir, "relaunch", "job", "--node", "0") == "worker-0 is being exchanged.\n"
-        assert succeeds(short_dir, "migrate", "job", "--node", "ps-0", *LARGER) == "ps-0 is being exchanged.\n"
+        assert succeeds(short_dir, "relaunch", "job", "--node", "0") == "worker-0 is being replaced by a new node.\n"
+        assert (
+            succeeds(short_dir, "migrate", "job", "--node", "ps-0", *LARGER)
+            == "ps-0 is being replaced by a new node.\n"
+        )
         fleet = json.loads(succeeds(short_dir, "status", "--json"))["fleet"]
         assert [node["is_released"] for node in fleet if node["id"] == 2] == [True]
         assert sorted(node["id"] for node in fleet if node["node_type"] == "ps") == [0, 4]
@@ -99,7 +102,7 @@ def test_restart_is_mild_and_old_spellings_say_what_to_write_instead(short_dir: 
     with master(short_dir, "--platform", "fake", "--fleet", str(path)):
         for options, notice in (
             ([], ""),
-            (["--workers"], "dlrover: notice: --workers is the default now; leave it out.\n"),
+            (["--workers"], "dlrover: notice: --workers is the default and can be left out.\n"),
         ):
             mild = run("restart", *options, "job", runtime=short_dir)
             assert (mild.returncode, mild.stderr) == (
@@ -126,7 +129,7 @@ def test_the_chief_may_be_called_by_its_former_name(short_dir: Path, tmp_path: P
     replicas = {"master": {"count": 1}, "worker": {"count": 1}, "ps": {"count": 1}}
     path.write_text(json.dumps({**PS_JOB, "replicas": replicas}))
     with master(short_dir, "--platform", "fake", "--fleet", str(path)):
-        assert "shall have chief: 2 nodes" in succeeds(short_dir, "scale", "job", "--replicas", "master=2")
+        assert "target is now 2 nodes of type chief" in succeeds(short_dir, "scale", "job", "--replicas", "master=2")
         status = json.loads(succeeds(short_dir, "status", "--json"))
         assert [node["node_type"] for node in status["fleet"]] == ["chief", "chief", "ps", "worker"]
 

@@ -34,5 +34,5 @@ def test_the_command_line_wins_over_the_variable() -> None:
 
 
 def test_a_recipe_without_brain_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--recipe nightly: it is for Brain"):
+    with pytest.raises(ConfigError, match="--recipe nightly has no effect without Brain"):
         brain_of(options(recipe="nightly"), {})

@@ -236,7 +236,7 @@ def test_node_rank_of_the_platform_wins_and_says_so(script: str) -> None:
     assert settings_of("--nnodes=4", script, WORKER_RANK="2").node_rank == 2
     both = settings_of("--nnodes=4", "--node-rank=1", script, NODE_RANK="3", WORKER_RANK="2")
     assert both.node_rank == 3
-    assert any("wins over" in note for note in both.notes)
+    assert any("takes precedence" in note for note in both.notes)
     assert settings_of("--standalone", script, NODE_RANK="3").node_rank is None
 
 
@@ -294,10 +294,10 @@ BAD = [
     (
         ["--preload=-torch", "{script}"],
         {},
-        "only torch._dynamo and dlrover.trainer.torch.flash_checkpoint can be left out",
+        "a minus can leave out only torch._dynamo and dlrover.trainer.torch.flash_checkpoint",
     ),
     (["--tls-cert=/nowhere/cert.pem", "{script}"], {}, "/nowhere/cert.pem"),
-    (["--journal={script}", "{script}"], {}, "give a directory"),
+    (["--journal={script}", "{script}"], {}, "Give a directory"),
     (["--journal=/proc/nowhere", "{script}"], {}, "journal directory /proc/nowhere"),
     (["--no-python", "--module", "{script}"], {}, "exclude each other"),
     (["--no-python", "./no-such-program"], {}, "./no-such-program"),
@@ -314,7 +314,7 @@ BAD = [
     (["--snapshot-parity=4", "{script}"], {}, "--snapshot-parity 4: give K+M"),
     (["--snapshot-parity=0+1", "{script}"], {}, "--snapshot-parity 0+1"),
     (["--snapshot-parity=40+1", "{script}"], {}, "at most 32"),
-    (["--snapshot-parity=2+1", "--snapshot-replicas=1", "{script}"], {}, "give one of the two"),
+    (["--snapshot-parity=2+1", "--snapshot-replicas=1", "{script}"], {}, "Give only one of them"),
     (["--snapshot-bandwidth=-5", "{script}"], {}, "--snapshot-bandwidth"),
     (["--node-silence=8", "{script}"], {}, "less than two heartbeats"),
     (["--heartbeat=0", "{script}"], {}, "--heartbeat 0"),
@@ -322,7 +322,7 @@ BAD = [
     (["--log-patterns=/nowhere/patterns", "{script}"], {}, "--log-patterns /nowhere/patterns: No such file"),
     (["--log-patterns={script}", "{script}"], {}, "with the actions restart, relaunch and abort"),
     (["--scrape=localhost:9400", "{script}"], {}, "--scrape localhost:9400: give addresses such as"),
-    (["--pre-check-ops=a.b", "{script}"], {}, "'a.b' is no module::Class"),
+    (["--pre-check-ops=a.b", "{script}"], {}, "'a.b' does not have the form module::Class"),
     (["{script}"], {"XPU_TIMER_PORT": "many"}, "XPU_TIMER_PORT=many"),
     (["--topology-sorter=mine.Sorter", "{script}"], {}, "module::Class"),
     (["{script}"], {"DLROVER_TOPOLOGY_QUERIER": "a-b::C"}, "module::Class"),

@@ -47,7 +47,7 @@ def test_the_url_of_a_proxy_has_a_scheme_and_no_path(url: str) -> None:
 def test_a_missing_extra_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
-    with pytest.raises(ConfigError, match=r"needs uvicorn.*extra `dashboard`"):
+    with pytest.raises(ConfigError, match=r"needs uvicorn.*dlrover\[dashboard\]"):
         watching("--enable-dashboard")
     assert watching("--metrics-port", "0").metrics_port == 0, "metrics need no extra"
 

@@ -194,7 +194,7 @@ def test_redo_that_is_unknown_is_said_in_top_and_in_the_report(scene: Scene) -> 
     assert REDO_UNKNOWN in output.getvalue()
     history = History(job_name="a-job", goodput=unknown, faults=list(unknown.faults), events=[])
     for text in (as_html(history), as_markdown(history)):
-        assert "Redo is unknown" in text
+        assert "Redo time is unknown" in text
         assert "at most" in text
         assert "redo unknown)" in text, "what the fault cost"
 

@@ -86,15 +86,15 @@ def test_why_gives_sentence_five_candidates_brake_and_error() -> None:
     assert text.count("before 18.7, came 14.1 records/s") == 5, "both speeds, of the last five decisions"
     assert "2 worker of 4 cores, 2048 MiB, micro-batch 8 x 1: 18.7 records/s" in text
     assert "Room for worker: at most 8 nodes" in text
-    assert "Taken back 1 times: 3 nodes; not tried again for 1800 s." in text
+    assert "Undone 1 times: 3 nodes; it is not tried again for 1800 s." in text
     assert "Forecast by nodes (records/s): 1: 10.1, 2: 18.5, 8: 40" in text
     assert "Warning: worker-1" in text
 
 
 def test_a_job_that_decided_nothing_yet_says_so() -> None:
     text = "\n".join(why_lines(ScalingStatus()))
-    assert "Scaling is off" in text
-    assert "nothing was decided yet" in text
+    assert "Automatic scaling is off" in text
+    assert "no decision yet" in text
     assert "Fit: none yet." in text
 
 
@@ -105,4 +105,4 @@ def test_the_picture_has_the_curve_the_points_and_the_mark() -> None:
     dots = [element for element in root.iter() if element.tag.endswith("rect") and element.get("rx") == "4"]
     assert len(dots) == 2
     assert any(element.text == "2 nodes" for element in root.iter())
-    assert "Nothing was measured yet" in draw(ScalingStatus())
+    assert "There is no measurement yet" in draw(ScalingStatus())

@@ -159,7 +159,7 @@ def test_checkpoints_are_shown_with_their_age_and_the_last_trouble() -> None:
     )
     text = shown(checkpoints=checkpoints, now=Micros(100_000_000))
     assert "snapshot in memory: step 120" in text
-    assert "on other nodes, too: step 118, 2 steps behind" in text
+    assert "copied to other nodes: step 118, 2 steps behind" in text
     assert "checkpoint: step 100 in /shared/run, 60 s ago" in text
     assert "checkpoints being written: 1" in text
     assert "step 110 in /shared/run on here, 100 s ago, 3 times in a row: [Errno 28] No space left" in text
@@ -184,8 +184,8 @@ def test_the_reading_of_data_is_shown() -> None:
     )
     text = " ".join(shown(datasets=(data,), now=Micros(75_000_000)).split())
     assert "data clicks (training): epoch 2 of 2, 620 of 1000 (62 %) records read, 2 records/s, 5 s ago" in text
-    assert "about 3 min left, 20 held by 2 workers" in text
-    assert "UNREADABLE, set aside: records 0 to 10 of epoch 0: broken" in text
+    assert "about 3 min left, 20 being read by 2 workers" in text
+    assert "UNREADABLE, skipped: records 0 to 10 of epoch 0: broken" in text
 
 
 def test_nodes_of_a_parameter_server_job_are_called_by_type_and_rank() -> None:
@@ -209,7 +209,7 @@ def test_nodes_of_a_parameter_server_job_are_called_by_type_and_rank() -> None:
         assert slot in output.getvalue()
     assert "worker-1" not in output.getvalue(), "the place of an agent is no rank"
     assert (
-        "cluster: version 3, training, 2 parameter servers, began with step 40, step 60 is saved" in output.getvalue()
+        "cluster: version 3, training, 2 parameter servers, started from step 40, step 60 is saved" in output.getvalue()
     )
     assert find_node(status, "ps-1").node == 1
     assert find_node(status, "worker-0").node == 2

@@ -75,7 +75,7 @@ def test_redo_is_unknown_where_nothing_in_the_restored_state_counts_steps(jobs, 
     assert TimeClass.REDO not in history.goodput.seconds
     assert "save-every-step" not in [each.choice for each in history.goodput.counterfactuals]
     assert "redo unknown" in jobs.launched[0].err, "the line at the end of the job"
-    assert "Redo is unknown" in as_markdown(history)
+    assert "Redo time is unknown" in as_markdown(history)
 
 
 def train(jobs, folder: Path, script: str, kind: str) -> History:

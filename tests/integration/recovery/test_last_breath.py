@@ -141,4 +141,4 @@ def test_a_script_without_a_guard_goes_back_to_its_snapshot(jobs: JobFactory, tm
     os.kill(lives.pids(0, 0)[1], signal.SIGKILL)
     assert job.wait(DEADLINE) == 0, job.err
     assert [begins[1] % SAVE_EVERY for begins in lives.begins()] == [0, 0]
-    assert "a worker is lost" not in job.err
+    assert "a worker was lost" not in job.err

@@ -277,7 +277,7 @@ def test_logs_that_go_to_dev_null(jobs, tmp_path):
     assert consoles[0] == consoles[1]
     wrong = jobs.run("--nproc-per-node=some", SCRIPTS / "dump_env.py", tmp_path)
     assert wrong.process.returncode == 2
-    assert "--nproc-per-node=some: torch knows no some device here" in wrong.err
+    assert "--nproc-per-node=some: torch has no device type some here" in wrong.err
     assert "Traceback" not in wrong.err
 
 

@@ -145,7 +145,7 @@ async def test_a_server_that_is_away_makes_nothing_gone(caplog: pytest.LogCaptur
         await until_same(api, follower)
         await server.stop()
         server.cluster.create("pods", "default", body("c"))  # happens while we see nothing
-        await until(lambda: "informer behind" in caplog.text)
+        await until(lambda: "the view of the cluster is out of date" in caplog.text)
         assert follower.informer.trouble is not None
         assert "cannot be reached" in follower.informer.trouble
         assert set(follower.informer.cache) == {"a", "b"}

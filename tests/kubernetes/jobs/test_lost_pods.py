@@ -268,8 +268,8 @@ async def test_a_master_that_goes_on_beside_the_next_one_doubles_no_rank(cluster
         await job.until_trained_by(replacement)
         assert all(process.is_running() and process.status() != psutil.STATUS_STOPPED for process in old)
         said = cluster.output(master)
-        assert "does not take intent=LaunchNode" in said or "newer master of epoch" in said, said
-        assert said.count("platform took intent=LaunchNode") == len(pods), "it has launched nobody any more"
+        assert "does not carry out intent=LaunchNode" in said or "newer master of epoch" in said, said
+        assert said.count("the platform accepted intent=LaunchNode") == len(pods), "it has launched nobody any more"
     finally:
         cluster.tell(machine, "speak")
         await cluster.api.patch(f"/api/v1/nodes/{machine}", {"spec": {"unschedulable": None}})

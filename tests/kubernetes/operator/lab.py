@@ -299,7 +299,7 @@ BAD_JOBS: dict[str, tuple[Json, str]] = {
     "type": ({"replicaSpecs": {"wroker": {"template": template()}}}, "Did you mean worker?"),
     "main-container": (
         {"replicaSpecs": {"worker": {"template": template({"name": "a"}, {"name": "b"})}}},
-        "Name the one that trains `main`",
+        "Give the container that trains the name `main`",
     ),
     "name": ({"name": "x" * 38}, "at most 37"),
 }

@@ -158,7 +158,7 @@ async def test_an_api_server_that_is_away_and_back_finds_everything_as_it_was(la
     before = await lab.pod(master(job="one"))
     num_deletes = lab.server.faults.counts["delete", "pods"]
     await lab.server.stop()
-    await lab.until(lambda: _has_line(operator, "informer behind"), "the operator notices")
+    await lab.until(lambda: _has_line(operator, "the view of the cluster is out of date"), "the operator notices")
     await lab.server.start()
     await lab.apply("two")
     await lab.bring_up(master(job="two"))
@@ -310,7 +310,7 @@ async def test_without_the_right_to_see_machines_the_operator_works_and_says_so(
     operator = await lab.start_operator(kubeconfig=_config_of(lab, "operator-token"))
     await lab.apply()
     await lab.has_pods(master())
-    assert "machines unseen" in operator.log
+    assert "cannot see the machines" in operator.log
 
 
 async def test_a_cluster_without_our_resources_is_told(lab: Lab) -> None:

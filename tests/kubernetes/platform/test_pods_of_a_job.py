@@ -287,7 +287,7 @@ async def test_a_job_made_anew_under_its_name_takes_no_old_pod_for_its_own(lab):
         assert (watch.first.nodes, watch.first.next_id) == ((), 0)
         with pytest.raises(LaunchNotTaken, match="belongs to another job"):
             await new.apply(launch(0))
-        with pytest.raises(Unavailable, match="belongs to a newer job of this name"):
+        with pytest.raises(Unavailable, match="belongs to a newer job of the same name"):
             await old.apply(launch(5, master_epoch=9))
         assert (await lab.ledger())["epoch"] == "1", "the old job's master does not write the new job's ledger"
         lab.is_awake.set()
@@ -334,7 +334,7 @@ async def test_room_is_unknown_without_the_right_to_see_the_machines(server, lab
     room = await platform.room(Resource())
     assert (room.free, room.reason) == (
         None,
-        "quotas leave 3, and the master may not list nodes and pods of the cluster",
+        "quotas leave room for 3, and the master may not list nodes and pods of the cluster",
     )
     server.faults.withdraw()
     await run_nodes(platform, 0, 1, 2)

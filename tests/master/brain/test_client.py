@@ -239,7 +239,7 @@ async def test_the_end_of_a_job_does_not_wait_for_a_frozen_brain(
 ) -> None:
     client = client_of(FakeBrain(is_frozen=True), DrivenJob(), journal)
     await asyncio.wait_for(client.finish(END), 30)
-    assert "brain has not heard all of this job" in caplog.text
+    assert "Brain did not receive all measurements of this job" in caplog.text
 
 
 async def test_an_allowance_is_the_jobs_room_until_it_lapses(journal: Path) -> None:

@@ -170,7 +170,7 @@ def test_somebody_elses_lock_passes(path: Path) -> None:
 
 def test_a_file_that_is_no_journal_is_left_alone(path: Path) -> None:
     path.write_bytes(b"my diary " * 1000)
-    with pytest.raises(JournalError, match=r"damaged or not a journal.*Restore it from a copy"):
+    with pytest.raises(JournalError, match=r"damaged, or it is not a journal.*Restore it from a copy"):
         open_journal(path)
     assert path.read_bytes() == b"my diary " * 1000
 
@@ -205,7 +205,7 @@ def test_a_missing_record_and_a_changed_snapshot_are_found(path: Path) -> None:
 
 def test_the_journal_of_another_job_is_refused(path: Path) -> None:
     open_journal(path).close()
-    with pytest.raises(JournalError, match="belongs to job 'job', not to 'other'"):
+    with pytest.raises(JournalError, match="belongs to the job 'job', not to 'other'"):
         open_journal(path, job_name="other")
     assert open_journal(path).master_epoch == 2, "a refused master fences nobody"
 

@@ -51,9 +51,9 @@ async def test_the_timeline_tells_what_was_decided_and_why(
         "> node 1: run round 1 as group rank 0 of 1, global ranks 0-0 of 1",
         "node 1.1 finished in round 1",
         "node 1.1 leaves (job-ended): bye",
-        "the job is over: Completed, exit code 0",
+        "the job ended: Completed, exit code 0",
         "because: ",
-        "5 records replayed, all digests are as recorded",
+        "5 records replayed; all digests match",
         f"digest {digest}",
     ):
         assert words in printed, printed
@@ -119,7 +119,7 @@ async def test_snapshots_and_the_archive_are_verified_too(
     journal.save_snapshot(4, replay_records(None, stored.records[:2]).job.encode())
     journal.close()
     assert replay(path) == 1
-    assert "the snapshot after record 3 is not the state it leads to" in capsys.readouterr().err
+    assert "the snapshot after record 3 differs from the state that the records lead to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

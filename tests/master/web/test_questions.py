@@ -165,7 +165,7 @@ def test_without_the_token_nothing_is_read(master: MasterProcess, converse: Call
     stranger = converse("Content-Length: 1000", "")
     assert stranger.answer()[0] == 401
     assert stranger.is_closed()
-    until(lambda: "connections of strangers closed" in master.log())
+    until(lambda: "connections without the job token closed" in master.log())
     assert "reason=no-token" in master.log(), "not as one that says nothing"
 
 
@@ -276,7 +276,7 @@ def test_refusals_are_logged_ever_more_rarely(master: MasterProcess) -> None:
         assert post(master, PING, bearer("wrong"))[0] == 401
     assert post(master, b"{")[0] == 400
     until(lambda: "reason=malformed" in master.log())
-    told = re.findall(r"questions refused num=(\d+) newest=127\.0\.0\.1 reason=([\w-]+)", master.log())
+    told = re.findall(r"requests rejected num=(\d+) newest=127\.0\.0\.1 reason=([\w-]+)", master.log())
     assert told == [*((str(num), "bad-token") for num in (1, 2, 4, 8, 16)), ("1", "malformed")]
     assert "wrong" not in master.log()
 

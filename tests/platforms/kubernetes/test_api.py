@@ -124,7 +124,7 @@ async def test_a_definite_answer_is_told_by_its_reason(script: Answer, expected:
         (refuse(500, "InternalError", "etcd"), Unavailable, None, "etcd"),
         (refuse(504, "Timeout", "too late", headers={"Retry-After": "soon"}), Unavailable, None, "too late"),
         (refuse(418, "", ""), Unavailable, None, "418"),
-        (page_of_html(), Unavailable, None, "Please sign in.*Is it the address of an API server"),
+        (page_of_html(), Unavailable, None, "Please sign in.*Check that this is the address of an API server"),
         (page_of_html(404), Unavailable, None, "404.*Please sign in"),
         (page_of_html(403), Unavailable, None, "403.*Please sign in"),
         (page_of_html(502), Unavailable, None, "502.*Please sign in"),
@@ -136,7 +136,7 @@ async def test_a_definite_answer_is_told_by_its_reason(script: Answer, expected:
             refuse(404, "NotFound", "the server could not find the requested resource", details={}),
             Unavailable,
             None,
-            "Is the CRD installed",
+            "Check that the CRD is installed",
         ),
     ],
 )
@@ -192,7 +192,7 @@ async def test_each_verb_asks_as_the_api_wants_it() -> None:
 @pytest.mark.parametrize("name", ["", ".", ".."])
 async def test_a_name_that_leads_to_another_path_is_not_sent(name: str) -> None:
     async with asking(reply(pod("p", 1))) as (api, server):
-        with pytest.raises(Rejected, match="not a valid name of an object"):
+        with pytest.raises(Rejected, match="not a valid name of a Kubernetes object"):
             await api.delete(PODS, name, namespace="train")
         assert server.requests == []
 
@@ -307,7 +307,7 @@ async def test_a_token_that_stays_refused_is_an_error_that_says_where_it_is_from
     async with ScriptedServer(refuse(401, "Unauthorized", "no")) as server:
         access = ClusterAccess(server.url, TokenFile(tmp_path / "token", None), origin="from the test")
         async with ClusterApi(access) as api:
-            with pytest.raises(Unavailable, match=r"does not accept our credential.*from the test") as raised:
+            with pytest.raises(Unavailable, match=r"rejected the credential.*from the test") as raised:
                 await api.get(PODS, "p", namespace="train")
             assert "s3cret" not in str(raised.value)
             assert len(server.requests) == 1, "the same token once more would be of no use"
@@ -323,7 +323,7 @@ async def test_a_second_401_ends_it() -> None:
 
     async with ScriptedServer(refuse(401, "Unauthorized", "no")) as server:
         async with ClusterApi(ClusterAccess(server.url, Rotating())) as api:
-            with pytest.raises(Unavailable, match="does not accept"):
+            with pytest.raises(Unavailable, match="rejected the credential"):
                 await api.get(PODS, "p", namespace="train")
         assert len(server.requests) == 2
 

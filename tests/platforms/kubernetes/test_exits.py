@@ -320,7 +320,7 @@ def test_the_main_container_decides_although_a_sidecar_runs_on(exit_code, reason
     shown = pod({"phase": "Running", "containerStatuses": statuses}, spec=spec)
     node = seen(shown)
     assert (node.phase, node.exit_code) == (phase, exit_code)
-    assert node.message.endswith("still running beside it: proxy")
+    assert node.message.endswith("other containers still run: proxy")
     assert is_left_by_main(shown)
     wait = wait_of(shown)
     assert wait is not None

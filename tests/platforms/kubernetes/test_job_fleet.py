@@ -107,9 +107,9 @@ def test_the_masters_template_is_no_type_and_master_means_chief():
     [
         (
             {"replicaSpecs": {"wroker": {"replicas": 1}}},
-            r"replicaSpecs.wroker: there is no such type. Known are worker,",
+            r"replicaSpecs.wroker is not a type of node. The types are worker,",
         ),
-        ({"replicaSpecs": {"chief": {}, "master": {}}}, "master and chief are the same type"),
+        ({"replicaSpecs": {"chief": {}, "master": {}}}, "master and chief name the same type"),
         ({"distributionStrategy": "Magic"}, "distributionStrategy 'Magic' must be one of"),
         ({"optimizeMode": "auto"}, "optimizeMode 'auto' of the job j must be"),
         (

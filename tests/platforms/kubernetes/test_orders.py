@@ -114,7 +114,7 @@ def test_a_plan_becomes_commands_and_zero_counts() -> None:
         SizeReplicas(node_type=NodeType.PS, resource=Resource(cpu=4.0)),
         ScaleReplicas(node_type=NodeType.PS, count=0),
     )
-    assert wanted.note == "The resource of ps is that of later nodes. migratePods changes one that runs."
+    assert wanted.note == "The resource of ps applies only to later nodes. Use migratePods to change a running node."
 
 
 def test_a_plan_may_give_nothing_but_the_size_of_later_nodes() -> None:
@@ -143,7 +143,7 @@ def test_pods_are_exchanged_by_name_or_id() -> None:
         ({"replicaResourceSpecs": {"evaluator": {"replicas": 1}}}, "no nodes of type evaluator. It has worker, ps"),
         ({"replicaResourceSpecs": {"ps": {"resource": {"cpu": "many"}}}}, "ps: 'many' is not a resource quantity"),
         ({"createPods": [{"name": "a"}]}, "names no pods to create"),
-        ({"migratePods": [{"name": "demo"}]}, "names no node"),
+        ({"migratePods": [{"name": "demo"}]}, "is not a node of the job"),
         ({"migratePods": [{"id": 1, "resource": {"cpu": "many"}}]}, "many"),
     ],
 )
@@ -165,6 +165,6 @@ def test_only_the_refusal_of_an_exchange_that_is_under_way_says_that_it_is_being
     exchange = MigrateNode(node=PlatformId(1), resource=Resource())
     refusals = [line for line in SAID_BY_THE_CORE.splitlines() if line.startswith("! bad-migration")]
     done = [refusal for refusal in refusals if orders.is_being_done(exchange, Rejected(refusal))]
-    assert done == ["! bad-migration: worker 1 (a-job-worker-1) is being exchanged already."]
+    assert done == ["! bad-migration: worker 1 (a-job-worker-1) is being replaced already."]
     assert len(refusals) > 1
     assert not orders.is_being_done(ScaleTo(nodes=4), Rejected(done[0]))

@@ -381,8 +381,8 @@ async def test_refusals_are_told_ever_more_rarely(serve: Serve, caplog: pytest.L
             for _ in range(MAX_ANSWERS):
                 with pytest.raises(grpc.aio.AioRpcError):
                     await method(QUESTION.encode(Ping()), metadata=call_metadata("wrong"), wait_for_ready=True)
-    assert caplog.text.count("strangers refused") <= 6
-    assert caplog.text.count("connections of strangers closed") <= 6
+    assert caplog.text.count("callers without the job token rejected") <= 6
+    assert caplog.text.count("connections without the job token closed") <= 6
 
 
 @pytest.mark.parametrize("is_flooding", [True, False])

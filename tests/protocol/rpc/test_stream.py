@@ -415,7 +415,7 @@ async def test_who_asks_once_for_too_much_hears_so_in_our_words(
     }
     master_loop.reply = large[kind]
     _, address = await serve()
-    with pytest.raises(Rejected, match=rf"the answer \({kind}\) has \d+ bytes: the limit is 4194304") as caught:
+    with pytest.raises(Rejected, match=rf"the answer \({kind}\) has \d+ bytes; the limit is 4194304") as caught:
         await ask(address, Ping(), token=TOKEN, timeout=30)
     assert caught.value.code == "too-large"
 

@@ -91,12 +91,12 @@ def test_two_jobs_with_the_same_roles_do_not_meet_and_a_name_is_taken_once(lab: 
         job.await_stage("RUNNING")
     pids = [job.ask("relay", "server", 0, "add", (1, 1))[1][1] for job in (first, second)]
     assert pids == [job.account().pids["server-0.1"] for job in (first, second)]
-    with pytest.raises(ConfigError, match="A job one is in this cluster already"):
+    with pytest.raises(ConfigError, match="A job one runs in this cluster already"):
         start(server(1), driver(), name="one")
     first.let_end()
     assert first.handle.wait(120) == 0
     assert second.ask("relay", "server", 0, "add", (1, 1))[0] == "ok", "the other job goes on"
-    assert second.handle.stop("by a person", 7)
+    assert second.handle.stop("by a user", 7)
     assert second.handle.wait(120) == 7
     lab.await_nothing_left(first.handle.job_uid, second.handle.job_uid)
 
@@ -107,7 +107,7 @@ def test_a_job_that_finds_no_room_in_its_time_says_what_has_none(lab: RayLab, st
     late = start(Role.simple("late", f"{ROLES}.Driver", cpus=1, driver=True), name="late", placement_timeout=1.0)
     assert late.handle.wait(120) == 22
     assert late.handle.report == (
-        "no room for all its instances within 1 s. No room yet for late-0: it asks for 1 CPU; the most free on a machine is 0 CPU."
+        "no room for all its instances within 1 s. There is no room yet for late-0: it asks for 1 CPU, and the most that a machine has free is 0 CPU."
     )
 
     # Commands know jobs of several roles, too.

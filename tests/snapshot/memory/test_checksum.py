@@ -73,5 +73,5 @@ def test_sums_of_an_algorithm_that_we_do_not_know_are_none() -> None:
     encoded[8] = 2  # CRC32C, which earlier versions used
     encoded[-4:] = zlib.crc32(encoded[:-4]).to_bytes(4, "little")
     assert decode_sums(bytes(encoded), 7) is None
-    with pytest.raises(Corrupt, match="algorithm 2 of the snapshot is unknown to this version"):
+    with pytest.raises(Corrupt, match="algorithm 2, which this version does not know"):
         algorithm_of(2)

@@ -34,7 +34,7 @@ def test_a_restarted_agent_finds_everything_of_its_launch(home: Path) -> None:
 
 
 def test_two_agents_cannot_hold_one_home(home: Path) -> None:
-    with Home(home, "job", "launch", 0), pytest.raises(Unavailable, match="belong to another agent, which is running"):
+    with Home(home, "job", "launch", 0), pytest.raises(Unavailable, match="Another running agent uses the snapshots"):
         Home(home, "job", "launch", 0, patience=0)
     Home(home, "job", "launch", 0).close()
 

@@ -45,7 +45,7 @@ def test_what_fits_goes_into_shared_memory(home: Path) -> None:
 
 
 def test_too_small_a_memory_is_named_with_the_remedy(small_memory: Path) -> None:
-    with pytest.raises(ConfigError, match=r"100\.0 MiB.*--shm-size.*Or name a directory"):
+    with pytest.raises(ConfigError, match=r"100\.0 MiB.*--shm-size.*Or set DLROVER_SNAPSHOT_DIR"):
         find_room(100 * MIB, small_memory)
 
 

@@ -76,7 +76,7 @@ def test_a_new_trainer_goes_on_where_the_last_one_ended(home: Path, owner: Owner
 def test_two_living_trainers_of_one_rank_are_refused(home: Path, owner: Owner) -> None:
     first = SegmentWriter(home, owner)
     save(first, 1)
-    with pytest.raises(Unavailable, match="still held by another trainer of rank 0"):
+    with pytest.raises(Unavailable, match="still in use by another trainer of rank 0"):
         SegmentWriter(home, owner)
 
 
@@ -103,7 +103,7 @@ def test_the_lock_of_a_trainer_that_has_ended_stops_nobody_while_the_kernel_free
         with subprocess.Popen([sys.executable, "-c", HOLDER, name.path], stdout=subprocess.PIPE, text=True) as holder:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "ready\n"
-            with pytest.raises(Unavailable, match="still held"):
+            with pytest.raises(Unavailable, match="still in use"):
                 SegmentWriter(home, owner)
             holder.kill()
             descriptor = os.pidfd_open(holder.pid)
@@ -422,7 +422,7 @@ def test_flipped_bits_are_found_wherever_they_are(home: Path, owner: Owner) -> N
             places = [dice.randrange(pinned.record.data_length) for _ in range(20)]
             for place in (*places, 0, pinned.record.data_length - 1):
                 flip(name.path, geometry.data_at(name.slot) + place)
-                with pytest.raises(Corrupt, match=f"first chunk {place // (16 * 1024 * 1024)}"):
+                with pytest.raises(Corrupt, match=f"the first is chunk {place // (16 * 1024 * 1024)}"):
                     pinned.verify()
                 flip(name.path, geometry.data_at(name.slot) + place)
             assert pinned.verify() is True
@@ -501,7 +501,7 @@ def test_a_segment_of_a_former_boot_is_not_used(home: Path, owner: Owner) -> Non
     content = path.read_bytes()
     old = type(prelude)(geometry=prelude.geometry, sequence=1, boot_id=bytes(16), owner=owner)
     path.write_bytes(encode_prelude(old) + content[4096:])
-    with pytest.raises(SegmentInvalid, match="before the machine's last start"):
+    with pytest.raises(SegmentInvalid, match="older than the machine's last start"):
         Segment(path)
     with Segment(path, any_boot=True) as segment:
         assert segment.owner == owner

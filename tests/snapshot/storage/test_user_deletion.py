@@ -74,7 +74,7 @@ def test_a_users_strategy_gets_neither_the_newest_nor_what_is_not_ours(tmp_path,
     ("meta", "said"),
     [
         (describe(Raising(), CheckpointDeletionStrategy), "cannot decide"),
-        (ClassMeta("subprocess", "Popen", {"args": ["false"]}), "subprocess.Popen is no CheckpointDeletionStrategy"),
+        (ClassMeta("subprocess", "Popen", {"args": ["false"]}), "subprocess.Popen is not a CheckpointDeletionStrategy"),
         (ClassMeta("no_such_module", "Thing"), "cannot be imported here"),
     ],
 )

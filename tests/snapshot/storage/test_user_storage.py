@@ -116,7 +116,7 @@ def test_commits_work_on_a_storage_that_knows_neither_sizes_nor_renames(tmp_path
     assert [each.manifest.step for each in found] == [3, 5]
     assert find_damage(storage, found[1]) == []
     inner._place("/job/5/sub/rank_1.pt").write_bytes(b"other")
-    assert "other bytes" in "".join(find_damage(storage, found[1])) or "instead of" in "".join(
+    assert "its CRC is" in "".join(find_damage(storage, found[1])) or "instead of" in "".join(
         find_damage(storage, found[1])
     )
 
@@ -159,7 +159,7 @@ def test_the_state_dict_of_a_users_storage_cannot_be_pickled_by_mistake(tmp_path
         def write_state_dict(self, state_dict, path, write_func):
             pickle.dumps(state_dict)
 
-    with pytest.raises(UserStorageFailed, match="call write_func"):
+    with pytest.raises(UserStorageFailed, match="Call write_func"):
         UserStorage(Pickling()).write(str(tmp_path / "x"), [b"1"])
 
 
@@ -202,12 +202,12 @@ def test_what_the_agent_could_not_build_is_refused_in_the_trainer(tmp_path):
         meta_for(object())
     with pytest.raises(ConfigError, match="cannot be handed to the agent as JSON"):
         meta_for(DrawerStorage(str(tmp_path / "d"), label=object()))
-    with pytest.raises(ConfigError, match="without a name"):
+    with pytest.raises(ConfigError, match="positional arguments"):
         describe(TakingAnything(1, 2), CheckpointDeletionStrategy)
 
     class Local(PosixDiskStorage): ...
 
-    with pytest.raises(ConfigError, match="at its top level"):
+    with pytest.raises(ConfigError, match="at the top level"):
         meta_for(Local())
     Local.__module__ = "__main__"
     with pytest.raises(ConfigError, match="defined in the script itself"):
@@ -239,7 +239,7 @@ def test_a_class_that_is_not_there_is_named():
 
 def test_only_a_storage_is_called_as_one(tmp_path):
     mark = tmp_path / "mark"
-    with pytest.raises(ConfigError, match=r"subprocess\.Popen is no CheckpointStorage\. It lacks commit"):
+    with pytest.raises(ConfigError, match=r"subprocess\.Popen is not a CheckpointStorage\. It lacks commit"):
         storage_of(str(tmp_path), ClassMeta("subprocess", "Popen", {"args": ["touch", str(mark)]}))
     with pytest.raises(ConfigError, match=r"os\.system is not a class"):
         storage_of(str(tmp_path), ClassMeta("os", "system", {"command": f"touch {mark}"}))
@@ -247,7 +247,7 @@ def test_only_a_storage_is_called_as_one(tmp_path):
         "tracker_file": "x",
         "deletion_strategy": {"$class": ClassMeta("subprocess", "Popen", {"args": ["touch"]})},
     }
-    with pytest.raises(ConfigError, match=r"subprocess\.Popen is no Rebuildable"):
+    with pytest.raises(ConfigError, match=r"subprocess\.Popen is not a Rebuildable"):
         build(ClassMeta("dlrover.snapshot.storage.user_storage", "PosixStorageWithDeletion", nested), CheckpointStorage)
     assert not mark.exists()
 

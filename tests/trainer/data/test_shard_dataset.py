@@ -227,7 +227,7 @@ def test_the_state_of_a_loader_with_worker_processes_is_not_enough(source: CsvSo
     ]
     next(iter(loaders[0]))
     loaders[1].load_state_dict(loaders[0].state_dict())
-    with pytest.raises(ConfigError, match="does not hold what is unread"):
+    with pytest.raises(ConfigError, match="does not tell which records are unread"):
         next(iter(loaders[1]))
 
 
@@ -256,7 +256,7 @@ def test_bad_parameters_are_named(source: CsvSource, tmp_path: Path) -> None:
     for options, said in (
         ({"batch_size": 0}, r"`batch_size` must be at least 1 \(got 0\)"),
         ({"batch_size": 4, "batches_per_shard": -1}, r"batches per shard at least 0 \(got -1\)"),
-        ({"batch_size": 4, "shuffle": "all"}, "shuffle is"),
+        ({"batch_size": 4, "shuffle": "all"}, "shuffle` must be"),
     ):
         with pytest.raises(ConfigError, match=said):
             ShardDataset(source, link=Link(), **options)  # type: ignore[arg-type]

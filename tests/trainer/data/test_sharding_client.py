@@ -338,7 +338,7 @@ def test_bad_parameters_are_refused_at_once(link: WatchedLink, options: dict[str
 
 
 def test_an_unknown_storage_is_named(link: WatchedLink) -> None:
-    with pytest.raises(ConfigError, match="'tape' is not known"):
+    with pytest.raises(ConfigError, match="'tape' is unknown"):
         client(link, storage_type="tape")
 
 

@@ -211,7 +211,7 @@ def test_a_mark_of_the_encoding_does_not_hide_a_quote(tmp_path: Path) -> None:
 
 def test_a_delimiter_that_the_encoding_does_not_have_is_named(tmp_path: Path) -> None:
     write_csv(tmp_path / "t.csv", [["a"], [1]])
-    with pytest.raises(ConfigError, match="'§' is no character of ascii"):
+    with pytest.raises(ConfigError, match="'§' does not exist in the encoding ascii"):
         CsvSource(tmp_path / "t.csv", delimiter="§", encoding="ascii")
 
 
@@ -292,14 +292,14 @@ def test_damaged_parquet_is_named(tmp_path: Path) -> None:
     write_parquet(path, 1000, 100)
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
-    with pytest.raises(SourceError, match="not Parquet, or damaged"):
+    with pytest.raises(SourceError, match="not a Parquet file, or it is damaged"):
         ParquetSource(path)
     path.write_bytes(whole[:4] + b"\xee" * 3000 + whole[3004:])
     source = ParquetSource(path)
     with pytest.raises(SourceError, match=r"Row group 0 .* is damaged"):
         source.read(range(10))
     path.write_bytes(b"id,text\n1,2\n")
-    with pytest.raises(SourceError, match="not Parquet"):
+    with pytest.raises(SourceError, match="not a Parquet file"):
         ParquetSource(path)
     write_parquet(path, 0, 10)
     with pytest.raises(SourceError, match="no records"):
@@ -329,7 +329,7 @@ def test_a_dataset_of_hugging_face(tmp_path: Path) -> None:
 def test_missing_and_empty_files_are_named(tmp_path: Path, kind: type[Any]) -> None:
     with pytest.raises(SourceError, match="No such file"):
         kind(tmp_path / "nothing")
-    with pytest.raises(SourceError, match="No file is called"):
+    with pytest.raises(SourceError, match="There is no file"):
         kind(tmp_path / "*.nothing")
     with pytest.raises(SourceError, match="not a file"):
         kind(tmp_path)

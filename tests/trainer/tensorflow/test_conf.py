@@ -98,7 +98,7 @@ def test_columns_say_what_they_cannot_be() -> None:
     for properties in ({"name": "a", "shape": 1}, {"dtype": "int"}, {"name": "a", "dtype": "complex"}):
         with pytest.raises(ValueError, match=r"[Cc]olumn"):
             Column.create(**properties)
-    with pytest.raises(ValueError, match="Exactly one column is the label"):
+    with pytest.raises(ValueError, match="Exactly one column must be the label"):
         label_of([column])
 
 

@@ -117,7 +117,7 @@ def test_a_checkpoint_of_an_older_front_end_is_told_apart(make, tmp_path):
     assert older.save_checkpoint(4, {"weights": torch.ones(2)}, storage_type=StorageType.DISK)
     assert older.wait_latest_checkpoint(60)
     older.close()
-    with pytest.raises(ConfigError, match=r"was not saved by dlrover\.Checkpointer"):
+    with pytest.raises(ConfigError, match=r"dlrover\.Checkpointer did not save it"):
         make(Trained(1)).restore()
 
 
@@ -134,7 +134,7 @@ def test_an_object_that_the_checkpoint_does_not_have_is_named(make):
     ("options", "message"),
     [
         ({"kind": "fsdp"}, "kind='fsdp' is unknown. Give one of auto, plain, sharded, deepspeed, megatron"),
-        ({"also": [3]}, r"also: 0 is a int, which has no state_dict\(\)"),
+        ({"also": [3]}, r"`also`: 0 is a int, which lacks state_dict\(\)"),
         ({"checkpoint_interval": 0}, "checkpoint_interval 0 cannot be used"),
         ({"replica_count": -1}, "replica_count"),
     ],
@@ -146,7 +146,7 @@ def test_what_cannot_work_is_refused_before_anything_exists(make, tmp_path, opti
 
 
 def test_a_state_dict_is_no_model(tmp_path):
-    with pytest.raises(ConfigError, match=r"model is a dict\. Give a torch module"):
+    with pytest.raises(ConfigError, match=r"`model` is a dict\. Give a torch module"):
         dlrover.Checkpointer(tmp_path, model={"weight": torch.ones(1)})
 
 

@@ -55,7 +55,7 @@ def test_a_busy_device_is_named() -> None:
     findings = readings.check(patience=30)
     assert [device.index for device in findings.busy] == [1]
     assert readings.now == 30
-    assert findings.sentence(0.3).startswith("Device memory: basic GPU check failed, 30% or more is in use")
+    assert findings.sentence(0.3).startswith("Device memory: basic GPU check failed. On device")
     assert "device 1 (30% used)" in findings.sentence(0.3)
 
 

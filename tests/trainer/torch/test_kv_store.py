@@ -718,7 +718,7 @@ class TestWithAMaster:
     def test_a_command_whose_answer_was_lost_is_not_sent_again(self) -> None:
         with DeafAgent() as agent:
             link = AgentLink(agent.where)
-            with pytest.raises(Unavailable, match="may have been applied"):
+            with pytest.raises(Unavailable, match="may have carried out the request"):
                 link.ask(KvAdd(key="k", amount=1), timeout=20)
             assert agent.num_heard == 1
             with pytest.raises(Unavailable):

@@ -176,7 +176,7 @@ async def test_the_partner_of_a_node_that_hangs_gives_up_in_time(
     [
         ({"MOCK_ERR_RANK": "0", "MOCK_ERR_KIND": "setup"}, "injected setup failure"),
         ({"MASTER_PORT": "none"}, "MASTER_PORT=none is not a number"),
-        ({"RANK": "1"}, "ranks run from 0"),
+        ({"RANK": "1"}, "a rank must be at least 0"),
         ({"WORLD_SIZE": "2", "NETWORK_CHECK_TIMEOUT": "1"}, "Node check failed (setup)"),
         ({"DLROVER_CHECK_DIR": "/no/such/directory"}, "No such file"),
     ],

@@ -60,7 +60,7 @@ def test_all_is_taken_from_the_objects_as_they_are_now() -> None:
 @pytest.mark.parametrize(
     ("more", "doubt"),
     [
-        ({"epoch": 3}, "states.epoch is 3, which is neither the step nor in a named object"),
+        ({"epoch": 3}, "states.epoch is 3. It is not the step, and it belongs to none of the given objects"),
         ({"best": 0.5}, "states.best belongs to none"),
         ({"ema": torch.zeros(3)}, "states.ema belongs to none"),
         ({"is_warm": True}, "states.is_warm belongs to none"),
@@ -79,7 +79,7 @@ def test_two_objects_that_look_alike_are_a_doubt() -> None:
     job = Job()
     other = torch.optim.lr_scheduler.StepLR(job.optimizer, 2, 0.5)
     sources = Sources(job.model, job.optimizer, [job.scheduler, other])
-    with pytest.raises(DoubtError, match="more than one named object"):
+    with pytest.raises(DoubtError, match="more than one of the given objects"):
         sources.build(shape_of(job.state(1)), 1, 2)
 
 

@@ -87,7 +87,7 @@ def test_a_role_in_two_collocations_or_an_unknown_one_is_refused():
     chain = builder().role("a").run(ENTRY).role("b").run(ENTRY)
     with pytest.raises(ValueError, match="more than one collocation"):
         chain.with_collocation("a", "b").with_collocation("a").build()
-    with pytest.raises(ValueError, match="ghost: this role is not defined"):
+    with pytest.raises(ValueError, match="ghost, which is not defined"):
         builder().role("a").run(ENTRY).with_collocation("a", "ghost").build()
 
 
@@ -95,19 +95,19 @@ def test_a_role_in_two_collocations_or_an_unknown_one_is_refused():
     ("build", "why"),
     [
         (lambda: builder().build(), "workloads"),
-        (lambda: builder().run(ENTRY), "Name the role first"),
+        (lambda: builder().run(ENTRY), "No role has a name yet"),
         (lambda: builder().role("a").run(ENTRY).role("a").run(ENTRY), "defined twice"),
         (lambda: builder().role("a").run(ENTRY).total(3).per_group(2).build(), "multiple of per_group"),
-        (lambda: builder().role("a").run(ENTRY).resource(memory=5).build(), "memory alone"),
+        (lambda: builder().role("a").run(ENTRY).resource(memory=5).build(), "Memory alone"),
         (lambda: builder().role("a").run(ENTRY).total(9).build(), "9 accelerators in all"),
         (lambda: builder().role("a").run(ENTRY).total(5).per_group(5).build(), "5 accelerators on one node"),
         (lambda: builder().node_num(0).role("a").run(ENTRY).build(), "node_number"),
         (lambda: rl().trainer(ENTRY).build(), "needs the role ACTOR"),
         (lambda: rl().actor(ENTRY).role("OTHER").run(ENTRY).build(), "OTHER is unknown"),
         (lambda: rl().actor(ENTRY).as_data_stream().build(), "task streams"),
-        (lambda: builder().role("a").run(ENTRY).forked(), r"Role a: forked\(\) is for roles of train"),
-        (lambda: builder().role("a").run(ENTRY).in_actor(), r"in_actor\(\) is for roles of train"),
-        (lambda: builder().role("a").train("x.py").in_actor().build(), "x.py cannot run in actors"),
+        (lambda: builder().role("a").run(ENTRY).forked(), r"Role a: forked\(\) applies only to roles of train"),
+        (lambda: builder().role("a").run(ENTRY).in_actor(), r"in_actor\(\) applies only to roles of train"),
+        (lambda: builder().role("a").train("x.py").in_actor().build(), "Actors cannot run the script x.py"),
         (lambda: builder().by_dlrover_run_cmd("python x.py"), "must begin with dlrover-run"),
         (lambda: builder().by_dlrover_run_cmd("torchrun --nnodes=a x.py"), "whole numbers"),
     ],
@@ -226,7 +226,7 @@ def test_a_switch_says_where_the_workers_of_a_class_live(caplog: pytest.LogCaptu
     job.workloads["actors"].home = None
     ensemble_of(job_config(job))
     assert "Role actors runs in actors" in caplog.text
-    assert "Call .forked() on the role" in caplog.text
+    assert "call .forked() on the role" in caplog.text
 
 
 def test_configurations_of_many_kinds_are_taken_and_written_back():

@@ -19,7 +19,7 @@ def use_a_queue() -> None:
     owned: DataQueue[int] = DataQueue("numbers", is_master=True, size=3)
     found: DataQueue[int] = DataQueue("numbers")
     assert owned.get_nowait() == []
-    with pytest.raises(CallTimeout, match="numbers had no item within 0 s"):
+    with pytest.raises(CallTimeout, match="numbers received no item within 0 s"):
         found.get(timeout=0.0)
     with ThreadPoolExecutor() as threads:
         one = threads.submit(found.get, 5)

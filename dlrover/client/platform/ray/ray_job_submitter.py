@@ -78,9 +78,9 @@ def _read(path: str) -> SubmitterConfig:
             return msgspec.yaml.decode(file.read(), type=SubmitterConfig)
         except msgspec.MsgspecError as error:
             raise ConfigError(
-                f"{path}: {error}. Keys are dashboardUrl, command, workingDir and requirements."
+                f"{path}: {error}. The keys are dashboardUrl, command, workingDir and requirements."
             ) from error
         except ImportError as error:
             raise ConfigError(
-                f"{path}: YAML needs the package pyyaml. Install the extra `ray` of this project."
+                f"{path}: YAML files need the package pyyaml. Install it with: pip install 'dlrover[ray]'."
             ) from error

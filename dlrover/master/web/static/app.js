@@ -63,11 +63,11 @@ function onState(state) {
 // Actions.
 
 const QUESTIONS = {
-  save: () => ["Save now?", "The next save of the trainers goes to storage."],
-  "restart-workers": () => ["Restart all workers?", "They stop, and start again from the newest snapshot in the next round."],
+  save: () => ["Save now?", "The trainers write their next save to storage."],
+  "restart-workers": () => ["Restart all workers?", "They stop, then start again in the next round from the newest snapshot."],
   stop: () => ["Stop the job?", "All workers on all nodes end. This cannot be undone."],
   "relaunch-node": (node) => [`Relaunch ${node.label}?`, `A new node takes the place of the one on ${node.host}.`],
-  "cordon-node": (node) => [`Cordon ${node.label}?`, `A new node takes its place, and ${node.host} gets no node of this job any more.`],
+  "cordon-node": (node) => [`Cordon ${node.label}?`, `A new node takes its place. This job starts no further node on ${node.host}.`],
 };
 
 function confirmAction(name, node) {
@@ -89,7 +89,7 @@ async function act(name, node) {
     const said = await answer.json();
     toast(answer.ok ? said.message : said.error);
   } catch {
-    toast("The master cannot be reached; it may have heard this, or not.");
+    toast("The master did not answer. It may have carried out this request.");
   }
 }
 

@@ -69,7 +69,7 @@ export function roles(store) {
   const key = JSON.stringify(found);
   fill(byId("roles-why"), key, () => [
     `Job ${found.job}: ${found.stage}, restarted ${counted(found.num_job_restarts, "time")} as a whole. ${found.verdict}`,
-    ...(found.is_stale ? [make("span", { class: "badge warn", text: "The conductor is silent; this was its last report." })] : []),
+    ...(found.is_stale ? [make("span", { class: "badge warn", text: "The conductor does not answer. This is its last report." })] : []),
   ]);
   fill(byId("roles-table"), key, () => {
     const rows = found.roles.map((role) => {
@@ -130,7 +130,7 @@ export function goodput(store) {
     });
     const saved = (found.counterfactuals ?? []).map((each) => make("li", { text: each }));
     const unknown = found.is_redo_known === false
-      ? [make("p", { class: "hint", text: "Redo is unknown: the script did not report from which step it went on after a fault. Repeated steps count as new ones." })]
+      ? [make("p", { class: "hint", text: "Redo time is unknown: after a fault the script did not report the step at which it continued. Repeated steps therefore count as new steps." })]
       : [];
     return [bar, rows, ...unknown, ...(saved.length ? [make("details", {}, make("summary", { text: "What would have saved time" }), make("ul", {}, ...saved))] : [])];
   });
@@ -164,7 +164,7 @@ export function checkpoints(store) {
       ...saved.committed.map((each) => ["storage", number(each.step), each.directory, each.at ? clock(each.at) : ""]),
     ].map((cells) => make("tr", {}, ...cells.map((text, index) => make("td", { class: index === 2 ? "text" : null, text }))));
     const header = ["tier", "step", "where", "when"].map((text) => make("th", { scope: "col", text }));
-    const trouble = saved.trouble && make("p", { class: "card", text: `Trouble ${saved.trouble.count} times, last with step ${saved.trouble.step} on ${saved.trouble.host}: ${saved.trouble.reason}` });
+    const trouble = saved.trouble && make("p", { class: "card", text: `Failed ${saved.trouble.count} times, the last time with step ${saved.trouble.step} on ${saved.trouble.host}: ${saved.trouble.reason}` });
     return [
       make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...header)), make("tbody", {}, ...rows))),
       make("p", { class: "hint", text: `${saved.num_under_way} saves to storage under way` }),

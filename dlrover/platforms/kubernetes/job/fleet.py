@@ -117,9 +117,11 @@ def training_types(job: ElasticJob) -> Iterator[tuple[NodeType, str, JobReplica]
                 node_type = NodeType(name)
             except ValueError as error:
                 known = ", ".join((*(each.value for each in NodeType), *_FORMER_TYPES, names.MASTER_TYPE))
-                raise ConfigError(f"spec.replicaSpecs.{name}: there is no such type. Known are {known}.") from error
+                raise ConfigError(f"spec.replicaSpecs.{name} is not a type of node. The types are {known}.") from error
         if node_type in seen:
-            raise ConfigError(f"spec.replicaSpecs: {name} and {seen[node_type]} are the same type. Give one of them.")
+            raise ConfigError(
+                f"spec.replicaSpecs: {name} and {seen[node_type]} name the same type. Give only one of them."
+            )
         seen[node_type] = name
         yield node_type, name, replica
 

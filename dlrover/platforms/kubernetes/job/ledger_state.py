@@ -84,7 +84,9 @@ def decode_state(data: dict[str, str]) -> LedgerState:
         raise Unavailable(f"The job's ledger is damaged ({error}). Correct its ConfigMap by hand.") from error
     for before, after in pairwise(spans):
         if after.first <= before.last:
-            raise Unavailable(f"The job's ledger is damaged: {data['used']!r} is not ascending. Correct it by hand.")
+            raise Unavailable(
+                f"The job's ledger is damaged: the numbers {data['used']!r} must ascend. Correct its ConfigMap by hand."
+            )
     plans = tuple(uid for uid in data.get("plans", "").split(",") if uid)
     return LedgerState(epoch=epoch, used=tuple(_joined(iter(spans))), plans=plans[-MAX_PLANS:], sizes=sizes)
 
@@ -177,7 +179,7 @@ def _span(text: str) -> Span:
     if not dash:
         last = first
     if not (first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"{text!r} is no span of ids")
+        raise ValueError(f"{text!r} is not a range of ids")
     span = Span(int(first), int(last), is_open)
     if span.last < span.first:
         raise ValueError(f"{text!r} ends before it begins")

@@ -88,7 +88,7 @@ async def provide(api: ClusterApi, job: ElasticJob, *, port: int, token: str, po
         return Provision(token=token or await _read_token(api, job))
     if not isinstance(ledger, NotFound | Forbidden):
         raise Unavailable(f"The ledger of {name} cannot be read: {ledger.message}")
-    log.info("no operator has prepared the job, so the master does job=%s namespace=%s", name, namespace)
+    log.info("no operator prepared this job, so the master does it job=%s namespace=%s", name, namespace)
     await _make(api, job, CONFIG_MAPS, names.ledger_name(name), {"data": {}}, what="its ledger")
     token = await _make_token(api, job, token)
     try:
@@ -97,7 +97,9 @@ async def provide(api: ClusterApi, job: ElasticJob, *, port: int, token: str, po
     except ConfigError as error:
         if not pod_ip:
             raise ConfigError(f"{error} Without it, set POD_IP to the master's own address.") from error
-        log.warning("%s Nodes get the master's own address, and cannot follow it to another pod.", error)
+        log.warning(
+            "%s Nodes use the address of this master's pod, and lose the master if it moves to another pod.", error
+        )
         return Provision(token=token, master_addr=f"[{pod_ip}]:{port}" if ":" in pod_ip else f"{pod_ip}:{port}")
     return Provision(token=token)
 
@@ -115,8 +117,8 @@ async def _read_token(api: ClusterApi, job: ElasticJob) -> str:
     answer = await api.get(SECRETS, name, namespace=job.metadata.namespace)
     if not isinstance(answer, FoundObject):
         raise ConfigError(
-            f"The job's token cannot be read from the Secret {name}: {answer.message} Give --token-file FILE, or the right "
-            "to get that Secret."
+            f"The job's token cannot be read from the Secret {name}: {answer.message} Give --token-file FILE, "
+            "or give the service account the right to read that Secret."
         )
     text = decode(_SecretObject, answer.body).data.get(names.TOKEN_KEY, "")
     return base64.b64decode(text).decode()
@@ -145,10 +147,11 @@ async def _make(
             return False
         case Forbidden():
             raise ConfigError(
-                f"No operator has prepared the job {job.metadata.name}, and the master may not make {what}: "
-                f"{answer.message} Give its service account the right to create {resource.plural}, or install the operator."
+                f"The master may not create {what} for the job {job.metadata.name}, and no operator has created "
+                f"it: {answer.message} Give its service account the right to create {resource.plural}, or "
+                "install the operator."
             )
-    raise Unavailable(f"The master cannot make {what} ({name}): {answer.message}")
+    raise Unavailable(f"The master cannot create {what} ({name}): {answer.message}")
 
 
 def _master_service(job: ElasticJob, port: int) -> JsonObject:

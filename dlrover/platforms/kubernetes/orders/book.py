@@ -146,7 +146,7 @@ class OrderBook:
                 log.warning("suspension refused: %s", error)
                 await self._tell(job, "SuspensionRefused", str(error))
         else:
-            log.info("spec.suspend=%s is carried out", wanted)
+            log.info("the job follows spec.suspend=%s", wanted)
         self._suspended = wanted
         assert isinstance(command, SuspendJob | ResumeJob)
 
@@ -163,7 +163,7 @@ class OrderBook:
         for command in orders.resizes(job, known, self._job.strategy):
             try:
                 await ask(command)
-                log.info("replicas carried out command=%s", command)
+                log.info("replicas set command=%s", command)
             except Rejected as error:
                 if error.code in _NOT_YET:
                     return True
@@ -245,10 +245,10 @@ class OrderBook:
                 force=True,
             )
         except Unavailable as error:
-            log.warning("plan not shown plan=%s reason=%s", name, error)
+            log.warning("the state of a plan could not be written plan=%s reason=%s", name, error)
             return
         if not isinstance(answer, FoundObject):
-            log.warning("plan not shown plan=%s reason=%s", name, answer.message)
+            log.warning("the state of a plan could not be written plan=%s reason=%s", name, answer.message)
 
     async def _patch(self, plan: PlanObject, body: JsonObject, subresource: str) -> FoundObject | None:
         """None: the plan is gone or has changed."""
@@ -289,10 +289,10 @@ class OrderBook:
         try:
             answer = await self._api.create(EVENTS, body, namespace=self._job.namespace)
         except Unavailable as error:
-            log.warning("event lost reason=%s: %s", reason, error)
+            log.warning("an event could not be written reason=%s: %s", reason, error)
             return
         if not isinstance(answer, FoundObject):
-            log.warning("event refused reason=%s: %s", reason, answer.message)
+            log.warning("an event was rejected reason=%s: %s", reason, answer.message)
 
 
 def _age(plan: PlanObject) -> tuple[float, str]:

@@ -113,7 +113,7 @@ def plan_of(plan: PlanObject, job: ElasticJob, strategy: Strategy) -> PlanComman
     if not commands:
         raise ConfigError("The plan changes nothing. Give replicas or a resource of a type, or migratePods.")
     note = (
-        f"The resource of {', '.join(sized)} is that of later nodes. migratePods changes one that runs."
+        f"The resource of {', '.join(sized)} applies only to later nodes. Use migratePods to change a running node."
         if sized
         else ""
     )
@@ -122,12 +122,12 @@ def plan_of(plan: PlanObject, job: ElasticJob, strategy: Strategy) -> PlanComman
 
 def is_being_done(command: OrderCommand, refusal: Rejected) -> bool:
     """Whether the job refuses an exchange because it is under way. Numbers are absolute: the job takes them again."""
-    return isinstance(command, MigrateNode) and "is being exchanged already" in str(refusal)
+    return isinstance(command, MigrateNode) and "is being replaced already" in str(refusal)
 
 
 def _resize(node_type: NodeType, count: int, strategy: Strategy) -> OrderCommand:
     if node_type is NodeType.WORKER and strategy is Strategy.ALLREDUCE:
-        return ScaleTo(nodes=count, reason="the job's object or a plan says so")
+        return ScaleTo(nodes=count, reason="the ElasticJob or a ScalePlan asks for it")
     return ScaleReplicas(node_type=node_type, count=count)
 
 
@@ -138,7 +138,9 @@ def _migration(pod: PlannedPod) -> MigrateNode:
     found = _NODE.search(pod.name)
     node = pod.id if pod.id is not None else int(found[1]) if found else None
     if node is None:
-        raise ConfigError(f"migratePods: {pod.name or 'an entry'} names no node. Give the name of a pod, or its id.")
+        raise ConfigError(
+            f"migratePods: {pod.name or 'an entry'} is not a node of the job. Give the name of a pod, or its id."
+        )
     resource = _resource(pod.resource, f"migratePods: {pod.name or node}: ") if pod.resource else Resource()
     return MigrateNode(node=PlatformId(node), resource=resource)
 

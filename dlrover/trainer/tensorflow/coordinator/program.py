@@ -27,12 +27,12 @@ class Program:
     def __post_init__(self) -> None:
         """Raises `ConfigError`."""
         if (self.train_step is None) == (self.model is None):
-            raise ConfigError("A Program has either a train_step, or a compiled model of tf_keras for its fit.")
+            raise ConfigError("Give a Program either a train_step, or a compiled tf_keras model to fit.")
         if self.model is None:
             return
         if not any(base.__module__.startswith("tf_keras.") for base in type(self.model).__mro__):
             raise ConfigError(
-                f"{type(self.model).__module__}.{type(self.model).__name__} cannot be fitted with parameter servers. Take a model of "
-                "tf_keras, or give a train_step: Keras 3 trains with a loop of its own."
+                f"{type(self.model).__module__}.{type(self.model).__name__} cannot be fitted with parameter "
+                "servers. Use a tf_keras model, or give a train_step. (Keras 3 has a training loop of its own.)"
             )
         self.objects.setdefault("model", self.model)

@@ -126,7 +126,7 @@ class Coordination:
             fitting.fit(self._program, self._allowed_batches(), self._train, self._settle_all, self._step)
         self._settle_all()
         if self._client is not None and not self._has_read_all:
-            self._client.stop_early("the last step or a hook of the user ended the training")
+            self._client.stop_early("training ended, by the last step or by a hook of the script")
         self._save()
 
     def _restore(self) -> None:
@@ -205,7 +205,7 @@ class Coordination:
         try:
             return result.fetch()
         except _LOST as error:
-            log.info("a batch has no result yet, because a task is lost: %s", str(error).splitlines()[0])
+            log.info("a batch has no result yet, because a server or a worker was lost: %s", str(error).splitlines()[0])
             self._coordinator.join()  # of a worker: TensorFlow has the batch run again; of a server: it raises
             return result.fetch()
 
@@ -299,7 +299,7 @@ def _wait_for_workers(link: ClusterLink, patience: float) -> VersionView:
     try:
         return link.wait_for(lambda view: 0 < view.num_wanted_workers <= len(view.workers), patience)
     except TimeoutError:
-        log.warning("Not all workers came within %g s. The others join with the next version.", patience)
+        log.warning("Not all workers arrived within %g s. The others join with the next version.", patience)
         return link.wait_for(lambda view: bool(view.workers))
 
 

@@ -167,7 +167,7 @@ class TaskTraining:
         client = None if source is None else source.client
         if source is not None and client is not None and not source.is_exhausted and not self._is_stopped_early:
             self._is_stopped_early = True
-            client.stop_early("the last step or a hook of the user ended the training")
+            client.stop_early("training ended, by the last step or by a hook of the script")
         self.flush()
 
     def _wait_for_workers(self) -> None:

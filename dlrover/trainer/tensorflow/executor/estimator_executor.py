@@ -34,7 +34,7 @@ class EstimatorExecutor:
     def wait_for_tf_config(self, timeout: float | None = None) -> TfConfig:
         """Until `set_tf_config` was called. Raises TimeoutError."""
         if not self._is_told.wait(timeout):
-            raise TimeoutError(f"{VARIABLE} did not come within {timeout} s")
+            raise TimeoutError(f"{VARIABLE} was not set within {timeout} s")
         assert self.tf_config is not None, "told"
         return self.tf_config
 

@@ -106,7 +106,7 @@ class Parking:
         except VersionOver:
             return  # the agent ends this process
         except Exception:  # the edge of the thread: the training thread waits for its end and could tell nobody
-            log.exception("this process could not park or save; it ends")
+            log.exception("This process could not save or wait for the next cluster version, so it ends.")
             os._exit(EXIT_FAILED)
 
     def _park(self, number: int) -> bool:

@@ -64,10 +64,14 @@ class ElasticReader:
 
     def count_data(self) -> None:
         """Set `_data_nums` to the number of records."""
-        raise NotImplementedError(f"{type(self).__name__} has no count_data(): it must set self._data_nums.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no count_data(). Define it, and let it set self._data_nums."
+        )
 
     def read_data_by_index_range(self, start_index: int, end_index: int) -> Iterable[Any]:
-        raise NotImplementedError(f"{type(self).__name__} has no read_data_by_index_range(start_index, end_index).")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no read_data_by_index_range(start_index, end_index). Define it."
+        )
 
     def iterator(self) -> Iterator[Any]:
         """Record by record, of the shards that this process gets."""
@@ -98,7 +102,7 @@ class ElasticReader:
             self.count_data()
         if not self._data_nums or self._data_nums < 0:
             raise ConfigError(
-                f"{type(self).__name__} of {self._path!r} counts {self._data_nums} records. It needs at least one."
+                f"{type(self).__name__} found {self._data_nums} records in {self._path!r}. It needs at least one."
             )
         return self._data_nums
 

@@ -27,10 +27,12 @@ class Column:
         if unknown:
             raise ValueError(f"A column has no property {unknown[0]!r}; it has {', '.join(known)}.")
         if "name" not in properties:
-            raise ValueError("A column needs a name.")
+            raise ValueError("A column has no name. Give it one.")
         column = cls(**properties)
         if column.dtype not in DTYPES:
-            raise ValueError(f"Column {column.name!r} has dtype {column.dtype!r}; known are {', '.join(DTYPES)}.")
+            raise ValueError(
+                f"Column {column.name!r} has the unknown dtype {column.dtype!r}. Give one of {', '.join(DTYPES)}."
+            )
         return column
 
     def set_dtype(self, dtype: str) -> Column:
@@ -54,6 +56,7 @@ def label_of(columns: list[Column]) -> Column:
     labels = [column for column in columns if column.is_label]
     if len(labels) != 1:
         raise ValueError(
-            f"Exactly one column is the label; {len(labels)} say that they are: {[each.name for each in labels]}."
+            f"Exactly one column must be the label, but {len(labels)} are marked as label: "
+            f"{[each.name for each in labels]}."
         )
     return labels[0]

@@ -28,9 +28,9 @@ from dlrover.trainer.sharding_client import ShardingClient
 _LOOK = 1.0
 """Seconds that a part of a batch waits for the rest. Others may hold that, and wait for what is here."""
 _ADVICE = (
-    "ElasticDataset chooses the order of its records itself and must be read at the positions 0, 1, 2... "
-    "Give the DataLoader no sampler, no shuffle=True and no start position. For a shuffled order, give shuffle=True "
-    "to ElasticDataset."
+    "ElasticDataset decides the order of its records itself, so it must be read at the positions 0, 1, 2... "
+    "Give the DataLoader no sampler, no shuffle=True and no start position. For a shuffled order, give "
+    "shuffle=True to ElasticDataset."
 )
 
 
@@ -170,7 +170,7 @@ class RecordService(LoaderService[RecordsAsked]):
             if self._is_over or self._passes[connection] != self._pass_number:
                 return (
                     connection,
-                    "This iterator has ended, because another one was begun or a state was loaded. Make a new one.",
+                    "This iterator has ended: another one was started, or a state was loaded. Make a new iterator.",
                 )
             if ask.first == self._next:
                 return connection, ""
@@ -178,7 +178,7 @@ class RecordService(LoaderService[RecordsAsked]):
         if current and len(current) >= current[0][2]:
             # Who has the next position would be among them: each works on its oldest batch.
             first, connection, _ = current[0]
-            return connection, f"The DataLoader asked for position {first}, and {self._next} is next. {_ADVICE}"
+            return connection, f"The DataLoader asked for position {first}, but {self._next} is next. {_ADVICE}"
         return None
 
     def _left(self, connection: socket.socket) -> None:

@@ -121,8 +121,9 @@ class ShardDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is no
         if get_worker_info() is not None:
             if not self._connected().is_begun():
                 raise ConfigError(
-                    "The state of a loader with worker processes does not hold what is unread. Save dataset.state_dict() beside it, and call "
-                    "dataset.load_state_dict() before the loader's."
+                    "The state of a loader with worker processes does not tell which records are unread. Save "
+                    "dataset.state_dict() as well, and call dataset.load_state_dict() before you load the "
+                    "loader's state."
                 )
             return
         is_grouped = dist.is_available() and dist.is_initialized()

@@ -174,7 +174,7 @@ class StepBatches(Sampler[StepPart]):  # type: ignore[misc]  # torch is not foll
         while True:
             word = self._heard(is_idle)
             if word.trouble:
-                raise RuntimeError(f"Rank 0 cannot get data: {word.trouble}")
+                raise RuntimeError(f"Rank 0 could not get data: {word.trouble}")
             if word.is_end:
                 return
             is_idle = word.shard is None

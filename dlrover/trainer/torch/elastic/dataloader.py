@@ -206,8 +206,8 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
             raise ValueError(f"`batch_size` must be at least 1 (got {batch_size}).")
         elif self.get_batch_size() is None:
             raise ValueError(
-                "This loader has no batch size that could change: it makes no batches, or its batch sampler has no "
-                "attribute batch_size. Make the loader with batch_size=N."
+                "The batch size of this loader cannot change, because it makes no batches or its batch sampler "
+                "has no attribute batch_size. Make the loader with batch_size=N."
             )
         else:
             # The script's own word: what a step consists of follows it.
@@ -240,12 +240,12 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
             return False
         if self._elastic_sampler is not None and self._elastic_sampler.is_played:
             log.warning(
-                "the requested batch size is ignored, batches keep %d records: ElasticTrainer keeps the global batch "
-                "constant",
+                "The requested batch size is ignored: batches keep %d records, because ElasticTrainer keeps "
+                "the global batch size constant.",
                 size,
             )
             return False
-        log.info("batches have %d records from now on, version %d", batch_size, self._version)
+        log.info("batches have %d records from now on (settings version %d)", batch_size, self._version)
         self._take_batch_size(batch_size)
         return True
 
@@ -260,7 +260,7 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
     def _set_workers(self, num_workers: int, pin_memory: int) -> None:
         """From the next epoch on: processes that read ahead for this one are not disturbed."""
         if num_workers >= 0 and num_workers != self.num_workers and not self.persistent_workers:
-            log.info("%d processes read ahead from the next epoch on, version %d", num_workers, self._version)
+            log.info("from the next epoch on, %d processes load data (settings version %d)", num_workers, self._version)
             self.num_workers = num_workers
             phases.tell_shape(loader_workers=num_workers)
             self.prefetch_factor = (self.prefetch_factor or _PREFETCH) if num_workers else None
@@ -271,16 +271,16 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
         """Where the epoch stands: everything that was yielded counts as used."""
         if self._elastic_sampler is None:
             raise TypeError(
-                "This loader has no state to save: its sampler does not count records. Make it with an "
-                "ElasticDistributedSampler."
+                "This loader has no state to save, because its sampler does not count records. Make the loader "
+                "with an ElasticDistributedSampler."
             )
         return {"sampler": self._elastic_sampler.state_dict(), "batch_size": self.get_batch_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._elastic_sampler is None:
             raise TypeError(
-                "This loader cannot load a state: its sampler cannot start in the middle of an epoch. Make it with an "
-                "ElasticDistributedSampler."
+                "This loader cannot load a state, because its sampler cannot start in the middle of an epoch. "
+                "Make the loader with an ElasticDistributedSampler."
             )
         self._elastic_sampler.load_state_dict(state["sampler"])
         if self._batches is not None and state["batch_size"] is not None:
@@ -301,7 +301,9 @@ class ElasticDataLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not 
                 json.dump(config, file)
             os.replace(file.name, self.config_file)
         except OSError as error:
-            log.warning("the tuner does not learn the batch size, because its file cannot be written: %s", error)
+            log.warning(
+                "the batch size could not be reported to the tuner, because its file cannot be written: %s", error
+            )
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -327,7 +329,7 @@ def _wish_in(config: dict[str, Any]) -> _Wish:
             accumulation=int(section.get("accumulation") or 0),
         )
     except (AttributeError, TypeError, ValueError) as error:
-        log.warning("the parallel-config file has an invalid value for the loader and is ignored: %s", error)
+        log.warning("the parallel-config file is ignored, because it has an invalid value for the loader: %s", error)
         return _Wish()
 
 

@@ -150,7 +150,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
             completed = self._completed + self._num_counted
         else:
             if micro_batch_size is None or micro_batch_size < 1 or iter_step < 0:
-                raise ValueError("state_dict needs both a step and a batch size of at least 1, or neither.")
+                raise ValueError("state_dict() needs both a step and a batch size of at least 1, or neither of them.")
             steps = self._steps_of_epoch(iter_step, micro_batch_size)
             completed = self._completed + steps * micro_batch_size * self.num_replicas
         return {
@@ -186,8 +186,9 @@ class ElasticDistributedSampler(DistributedSampler[Any]):  # type: ignore[misc] 
             for name, ours in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", self.shuffle)):
                 if state[name] != ours:
                     raise ConfigError(
-                        f"The sampler's state was saved with {name} {state[name]!r}, this one has {ours!r}, so its "
-                        "position names other records. Make the sampler as it was when the state was saved."
+                        f"The sampler's state cannot be loaded: it was saved with {name} {state[name]!r}, and "
+                        f"this sampler has {ours!r}. Its position would name other records. Make the sampler "
+                        "with the same arguments as before."
                     )
         elif completed > self.dataset_size:
             completed %= self.dataset_size  # steps of the original count through all epochs

@@ -270,8 +270,8 @@ class ElasticTrainer:
         """Between two steps: where the training stands, also in the middle of an epoch, for any number of workers."""
         if self._micro_step:
             raise RuntimeError(
-                "state_dict() was called between the micro-batches of a step. Call it after optimizer.step() has "
-                "changed the model."
+                "state_dict() was called between the micro-batches of a step. Call it after optimizer.step() "
+                "has changed the model."
             )
         state: dict[str, Any] = {"num_steps": self.num_steps, "max_workers": self.max_workers}
         if self._sampler is not None:
@@ -283,8 +283,9 @@ class ElasticTrainer:
         """Go on there. The batch of a step stays what it was: a job for another number of workers is refused."""
         if state_dict["max_workers"] != self.max_workers:
             raise ConfigError(
-                f"The state is of a job for {state_dict['max_workers']} workers, this one is for {self.max_workers}: its steps would have "
-                "another batch. Give the same largest number of nodes, or max_workers."
+                f"The state was saved by a job for at most {state_dict['max_workers']} workers, and this job is "
+                f"for {self.max_workers}. Steps would have another global batch size. Start the job with the "
+                "same largest number of nodes, or give max_workers."
             )
         self.num_steps = int(state_dict["num_steps"])
         if self._sampler is not None and "sampler" in state_dict:
@@ -298,8 +299,9 @@ class ElasticTrainer:
         """
         if self._is_total_fixed and self.max_workers > 1 and not self._has_scaler:
             raise ConfigError(
-                "A GradScaler steps the optimizer, and with fewer workers than the full world has it would unscale the gradients once for each "
-                "micro-batch. Give it to the trainer: trainer.prepare(optimizer, lr_scheduler, grad_scaler=scaler)."
+                "Do not step the optimizer with your own GradScaler: with fewer workers than the full world it "
+                "would unscale the gradients once for each micro-batch. Give it to the trainer: "
+                "trainer.prepare(optimizer, lr_scheduler, grad_scaler=scaler)."
             )
 
     def _note_step(self) -> None:

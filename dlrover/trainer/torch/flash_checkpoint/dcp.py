@@ -62,7 +62,9 @@ class FlashStorageWriter(StorageWriter):  # type: ignore[misc]  # torch does not
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
-            raise ConfigError("FlashStorageWriter needs use_collectives=True: one rank describes the files of all.")
+            raise ConfigError(
+                "FlashStorageWriter needs use_collectives=True, because one rank describes the files of all ranks."
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -94,8 +96,8 @@ class FlashStorageWriter(StorageWriter):  # type: ignore[misc]  # torch does not
             raise RuntimeError(f"step {step} was not saved: {saved.message}")
         if not saved:
             raise RuntimeError(
-                f"step {step} was not saved: earlier saves still occupy all memory for snapshots. Save again later, "
-                "or less often"
+                f"step {step} was not saved: earlier saves still use all memory for snapshots. Save again "
+                "later, or save less often"
             )
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
@@ -120,7 +122,8 @@ class FlashStorageWriter(StorageWriter):  # type: ignore[misc]  # torch does not
             return self.step
         if found is None:
             raise ConfigError(
-                f"The step of the checkpoint {self._path!r} is not known: end checkpoint_id with it, or set the writer's `step`."
+                f"The step of the checkpoint {self._path!r} is unknown. Let checkpoint_id end with the step, or "
+                "set the writer's `step`."
             )
         return int(found.group(1))
 
@@ -136,8 +139,8 @@ class FlashStorageWriter(StorageWriter):  # type: ignore[misc]  # torch does not
         metadata = getattr(planner, "metadata", None)
         if not isinstance(metadata, Metadata):
             raise ConfigError(
-                f"FlashStorageWriter cannot work with {type(planner).__name__}: it keeps no `metadata` of the global plan, as "
-                "DefaultSavePlanner does. Derive it from that, and let rank 0 coordinate."
+                f"FlashStorageWriter cannot work with {type(planner).__name__}, because it keeps no `metadata` "
+                "of the global plan. Derive your planner from DefaultSavePlanner, and let rank 0 coordinate."
             )
         places: dict[MetadataIndex, Any] = {each.index: each.storage_data for found in results for each in found}
         return encode_metadata(with_places(metadata, places))
@@ -164,8 +167,7 @@ class FlashStorageReader(PieceReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if isinstance(self._pieces, _Nothing):
             raise FileNotFoundError(
-                f"There is no checkpoint in memory, and none in {self._pieces.directory}. Give the directory of a "
-                "checkpoint."
+                f"There is no checkpoint in memory or in {self._pieces.directory}. Give the directory of a checkpoint."
             )
         return super().read_metadata(*args, **kwargs)
 
@@ -202,7 +204,8 @@ def _engine_of(checkpointer: Any) -> FsdpCheckpointEngine:
     engine = checkpointer if isinstance(checkpointer, FsdpCheckpointEngine) else getattr(checkpointer, "engine", None)
     if not isinstance(engine, FsdpCheckpointEngine):
         raise ConfigError(
-            f"A FsdpShardCheckpointer is needed here, not {type(checkpointer).__name__}; make one with the checkpoint directory."
+            f"`checkpointer` must be a FsdpShardCheckpointer (got {type(checkpointer).__name__}). Make one with "
+            "the checkpoint directory."
         )
     return engine
 

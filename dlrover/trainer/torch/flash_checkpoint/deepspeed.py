@@ -152,9 +152,8 @@ class DeepSpeedCheckpointer:
         """
         if _says(model, "zero_nvme_offload_optimizer"):
             raise ConfigError(
-                "DeepSpeed offloads the optimizer state to NVMe (offload_optimizer). Snapshots in memory do not hold "
-                "such files. Save with "
-                "engine.save_checkpoint, or switch the offload to NVMe off."
+                "Snapshots in memory cannot contain the optimizer state, because DeepSpeed offloads it to NVMe "
+                "(offload_optimizer). Save with engine.save_checkpoint, or switch the offload to NVMe off."
             )
         read_interval(checkpoint_interval, overhead_budget)  # before anything exists that would have to be closed
         self.engine = model
@@ -308,15 +307,15 @@ class DeepSpeedCheckpointer:
     def _place(self, save_dir: str, tag: str) -> tuple[str, str]:
         """The name of the checkpoint below our directory, and where in it the files of the tag are."""
         if not tag or "/" in tag:
-            raise ValueError(f"A tag is a plain file name, not {tag!r}.")
+            raise ValueError(f"`tag` must be a plain file name (got {tag!r}).")
         root = self._engine.checkpoint_dir
         below = os.path.relpath(os.path.abspath(save_dir), root)
         if below == os.curdir:
             return tag, ""
         if below.startswith(os.pardir):
             raise ConfigError(
-                f"save_dir {save_dir} is not in the checkpoint_dir {root} of this checkpointer. Save there, or make the checkpointer with "
-                "the other directory."
+                f"save_dir {save_dir} lies outside the checkpoint_dir {root} of this checkpointer. Save inside "
+                "checkpoint_dir, or make the checkpointer with the other directory."
             )
         first, *rest = below.split("/")
         return first, "/".join((*rest, tag))
@@ -370,7 +369,9 @@ class DeepSpeedCheckpointer:
             if self._engine.have_all(files is not None):
                 assert files is not None, "all ranks have it"
                 return self._load(directory, snapshot, files, arguments)
-            log.warning("the snapshot of step %d cannot be used on all ranks; trying an older one", snapshot.name.step)
+            log.warning(
+                "The snapshot of step %d cannot be used on all ranks; an older one is tried.", snapshot.name.step
+            )
         return None
 
     def _needed(self, tag: str) -> list[str]:
@@ -413,9 +414,10 @@ class DeepSpeedCheckpointer:
             return named
         found = None if newest is None else self._engine.newest_whole(newest)
         if found is None and not self._engine.is_so_for_all(newest is None and named is None):
-            said = f"{LATEST} names {named}" if newest is None else f"the tracker names step {newest}"
+            said = f"{LATEST} names {named}" if newest is None else f"its tracker names step {newest}"
             raise ManifestInvalid(
-                f"{directory} has no complete checkpoint, but {said}. Restore its files, or start from scratch in another directory."
+                f"{directory} has no complete checkpoint, but {said}. Restore the files, or start from scratch "
+                "in another directory."
             )
         return None if found is None else os.path.basename(found.path)
 

@@ -110,7 +110,7 @@ class FileCheckpointEngine(CheckpointEngine):
         try:
             return self.stored_step()
         except ManifestInvalid as error:
-            log.warning("the storage cannot be used: %s", error)
+            log.warning("The storage cannot be used: %s", error)
             return None
 
     def _find_step(self) -> list[int]:
@@ -147,7 +147,7 @@ class FileCheckpointEngine(CheckpointEngine):
             holder = snapshots.holder_of(file, own)
             if holder is None:
                 log.warning(
-                    "step %d cannot be restored from memory: no snapshot on this node has the file %s",
+                    "Step %d cannot be restored from memory, because no snapshot on this node has the file %s.",
                     own.name.step,
                     file,
                 )

@@ -110,9 +110,11 @@ class FsdpShardCheckpointer:
                 step, state_dict, path, storage_type, on_busy=on_busy, lazy=lazy, metric=metric
             )
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"save_checkpoint takes a model or a state dict, not {type(model).__name__}.")
+            raise TypeError(
+                f"The first argument of save_checkpoint must be a model or a state dict (got {type(model).__name__})."
+            )
         if isinstance(optimizer, (str, os.PathLike)) or isinstance(extra, StorageType):
-            raise TypeError("With a model, path and storage_type are given by name: save_checkpoint(..., path=...).")
+            raise TypeError("With a model, give path and storage_type by name: save_checkpoint(..., path=...).")
         is_new = _is_new(optimizer)
         state = {**self._state_of(model, optimizer), **_checked_extra(extra, (MODEL, OPTIMIZER))}
         if is_new:
@@ -358,7 +360,9 @@ def _made_new(optimizer: Any, its_state: Mapping[str, Any]) -> dict[str, Any]:
 def _checked_extra(given: Any, taken: tuple[str, str]) -> dict[str, Any]:
     extra = dict(given or {})
     if clash := sorted(set(extra) & set(taken)):
-        raise ValueError(f"extra may not have the keys {clash}: they are the model's and the optimizer's.")
+        raise ValueError(
+            f"`extra` has the keys {clash}, which are reserved for the model and the optimizer. Use other names."
+        )
     return extra
 
 

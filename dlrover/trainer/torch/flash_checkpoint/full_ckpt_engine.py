@@ -71,7 +71,9 @@ class FullCheckpointEngine:
             return {} if state is None else state
         parts = self.engine.load_parts() or {}
         if len(parts) > 1:
-            raise ValueError(f"This engine restores states of one part; the checkpoint has {sorted(parts)}.")
+            raise ValueError(
+                f"This engine restores checkpoints with one part, but this checkpoint has the parts {sorted(parts)}."
+            )
         return next(iter(parts.values()), {})
 
     def wait_latest_checkpoint(self, timeout: float = 1800, max_steps: int | None = None) -> bool:
@@ -112,5 +114,5 @@ def _inside(directory: str, step: int, paths: Mapping[str, str | os.PathLike[str
         targets.add(inside[0] if is_inside else str(step))
         files[name] = "/".join(inside[1:]) if is_inside else os.path.basename(full)
     if len(targets) > 1:
-        raise ValueError(f"All files of a save belong into one directory, not into {sorted(targets)}.")
+        raise ValueError(f"All files of a save must have the same directory (got {sorted(targets)}).")
     return next(iter(targets), str(step)), files

@@ -45,7 +45,7 @@ try:
     from transformers.trainer_utils import get_last_checkpoint as newest_directory
 except ImportError as error:
     raise ImportError(
-        "FlashCkptTrainer needs transformers and accelerate. Install the extra `frameworks` of this project."
+        "FlashCkptTrainer needs transformers and accelerate. Install them with: pip install 'dlrover[frameworks]'"
     ) from error
 
 log = logging.getLogger("dlrover.trainer.flash_checkpoint")
@@ -152,7 +152,7 @@ class HfFlashCheckpointer:
                 engine.restored_step = step
                 log.info("restored step %d from memory", step)
                 return str(directory)
-            log.warning("the snapshot of step %d cannot be used on all ranks; trying an older one", step)
+            log.warning("The snapshot of step %d cannot be used on all ranks; an older one is tried.", step)
         return None
 
     def newest_whole(self) -> str | None:
@@ -187,7 +187,7 @@ class HfFlashCheckpointer:
                 broadcast_files(directory, self._firsts)
             return self._ranks.local_rank != 0 or (directory / TRAINER_STATE).is_file()
         except (OSError, RuntimeError) as error:
-            log.warning("the snapshot of global rank 0 did not reach this node: %s", error)
+            log.warning("The snapshot of global rank 0 did not reach this node: %s", error)
             return False
 
     def _layout_directory(self, own: Snapshot) -> Path:
@@ -200,8 +200,9 @@ class HfFlashCheckpointer:
         targets = {name.split("/", 1)[0] for name in state}
         if len(targets) > 1 or any("/" not in name for name in state):
             raise ValueError(
-                f"A checkpoint is one directory below {self.checkpoint_dir}; saved were {', '.join(sorted(state)[:4])}. Save each "
-                "checkpoint's files to a directory of its own, and one checkpoint at a time."
+                f"A checkpoint must be a single directory below {self.checkpoint_dir}, but files were saved at "
+                f"{', '.join(sorted(state)[:4])}. Save the files of each checkpoint to a directory of their "
+                "own, one checkpoint at a time."
             )
         files = {}
         for name, value in state.items():
@@ -271,7 +272,9 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         else:
             self.flash_checkpointer = HfDdpCheckpointer(self.args.output_dir, **options)
         if self._is_native:
-            log.warning("checkpoints are written by transformers itself: %s", self._why_native())
+            log.warning(
+                "transformers itself writes the checkpoints, without snapshots in memory: %s", self._why_native()
+            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -281,7 +284,9 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest()
             if resume_from_checkpoint is None:
-                log.info("there is no checkpoint yet in %s: training begins", self.args.output_dir)
+                log.info(
+                    "There is no checkpoint in %s yet, so training starts from the beginning.", self.args.output_dir
+                )
         elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
             resume_from_checkpoint = self._whole(os.path.abspath(resume_from_checkpoint))
         try:
@@ -357,7 +362,7 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
     def _why_native(self) -> str:
         """Empty: nothing speaks against collecting."""
         if self.args.push_to_hub and str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy)) != "end":
-            return "they are pushed to the hub at every save (hub_strategy), so they have to be there at once"
+            return "hub_strategy pushes checkpoints to the hub at every save, so the files must exist at once"
         return ""
 
     def _snapshot(self, model: Any, storage_type: StorageType, *, blocking: bool) -> SaveResult:
@@ -422,8 +427,8 @@ class FlashCkptTrainer(Trainer):  # type: ignore[misc]
             return stored
         if (step := self.flash_checkpointer.async_save_engine.stored_step()) is not None:
             raise ManifestInvalid(
-                f"{self.args.output_dir} has no checkpoint, but its tracker names step {step}. Restore its files, or start from scratch in "
-                "another directory."
+                f"{self.args.output_dir} has no checkpoint, but its tracker names step {step}. Restore the "
+                "files, or start from scratch in another directory."
             )
         return None
 

@@ -76,8 +76,8 @@ class MegatronCheckpointer:
         found = sorted({name for names in self.engine.gather(written) for name in names})
         if found:
             raise ConfigError(
-                f"Megatron wrote {', '.join(found[:3])} by itself and not with torch.save, so it would be lost. Save this kind of checkpoint "
-                "with Megatron's own function."
+                f"Megatron wrote {', '.join(found[:3])} itself instead of using torch.save, so these files "
+                "would be lost. Save this kind of checkpoint with Megatron's own function."
             )
         self._is_checked = True
 
@@ -238,8 +238,9 @@ def find_megatron() -> Megatron:
             if not (error.name or "").startswith("megatron"):
                 raise
     raise ImportError(
-        "Megatron-LM cannot be imported (megatron.training.checkpointing). It is not on PyPI: put a clone of its repository into PYTHONPATH. "
-        "The package megatron-core alone has no training functions."
+        "Megatron-LM cannot be imported: there is no module megatron.training.checkpointing. It is not on "
+        "PyPI, and the package megatron-core does not contain it. Put a clone of Megatron-LM's repository into "
+        "PYTHONPATH."
     )
 
 
@@ -248,8 +249,9 @@ def check_format(args: Any) -> None:
     ckpt_format = getattr(args, "ckpt_format", "torch")
     if getattr(args, "use_dist_ckpt", False) or ckpt_format != "torch":
         raise ConfigError(
-            f"Megatron is set to write checkpoints in the format {ckpt_format}; these functions collect the format torch. Start with --ckpt-format torch, "
-            "or save with MegatronShardedCheckpointer of dlrover.trainer.torch.flash_checkpoint.megatron_sharded."
+            f"Megatron writes checkpoints in the format {ckpt_format}, but these functions need the format "
+            "torch. Start with --ckpt-format torch, or save with MegatronShardedCheckpointer of "
+            "dlrover.trainer.torch.flash_checkpoint.megatron_sharded."
         )
 
 
@@ -285,7 +287,7 @@ def collected_saves(args: Any, iteration: int) -> Iterator[tuple[dict[str, Any],
             if threading.get_ident() != thread or not is_path or not os.fspath(f).startswith(root + os.sep):
                 return real(obj, f, *rest, **options)
             if not os.fspath(f).startswith(inside):
-                raise ValueError(f"Megatron wants to save {f}, which is no file of iteration {iteration}.")
+                raise ValueError(f"Megatron asked to save {f}, but this file does not belong to iteration {iteration}.")
             files[os.fspath(f).removeprefix(inside)] = obj
             return None
 

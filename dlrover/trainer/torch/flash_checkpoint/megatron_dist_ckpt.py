@@ -248,7 +248,7 @@ class _StorageSource(_CheckpointSource):
             optimizer.load_parameter_state(native)
         else:
             raise FileNotFoundError(
-                f"Neither {own} nor {native} exists: this rank's share of the optimizer is missing."
+                f"This rank's share of the optimizer is missing: neither {own} nor {native} exists."
             )
 
 
@@ -280,7 +280,7 @@ def _from_storage(args: Any, load_arg: str, megatron: Megatron) -> _CheckpointSo
     is_release = said == RELEASE
     if not is_release and not said.isdigit():
         raise ValueError(
-            f"{os.path.join(load, TRACKER)} should hold the number of an iteration and holds {said[:40]!r}. "
+            f"{os.path.join(load, TRACKER)} must contain the number of an iteration (found {said[:40]!r}). "
             "Write the iteration to load into it."
         )
     iteration = 0 if is_release else int(said)

@@ -61,7 +61,8 @@ class Memory:
             found = self._engine.read_beside(self.step, name)
             if found is None:
                 raise FileNotFoundError(
-                    f"{name} of iteration {self.step} is neither in the memory of this rank nor of its node. Load this iteration from storage."
+                    f"{name} of iteration {self.step} is not in the memory of this rank or its node. Load this "
+                    "iteration from storage."
                 )
             self._files[name] = found
         return self._files[name]
@@ -80,7 +81,7 @@ class Memory:
                 owner = next((rank for rank, names in enumerate(self._owners) if each in names), None)
                 if owner is None:
                     raise ManifestInvalid(
-                        f"No rank has {each} of iteration {self.step} in memory; rank {needer} needs it."
+                        f"Rank {needer} needs {each} of iteration {self.step}, but no rank has it in memory."
                     )
                 self._engine.hand_over(self._files, each, owner=owner, needer=needer)
 
@@ -174,7 +175,7 @@ class MegatronCheckpointEngine:
         try:
             restored = restorer.load(None, None)
         except ManifestInvalid as error:  # the same on all ranks, and the warnings have said why
-            log.warning("memory cannot be used: %s", error)
+            log.warning("Snapshots in memory cannot be used: %s", error)
             return None
         return None if restored is None else Memory(restored.step, restored.parts, self)
 
@@ -230,7 +231,7 @@ class MegatronCheckpointEngine:
         try:
             told = told_by_first(self.engine.agreement, self._find_iteration)
         except ManifestInvalid as error:  # memory may do
-            log.warning("the storage cannot be used: %s", error)
+            log.warning("The storage cannot be used: %s", error)
             return -1
         return told[0] if told else -1
 

@@ -124,7 +124,7 @@ class MegatronShardedCheckpointer:
         try:
             stored = self._newest_stored()
         except ManifestInvalid as error:  # memory may do
-            log.warning("the storage cannot be used: %s", error)
+            log.warning("The storage cannot be used: %s", error)
             trouble = error
         reader = self.engine.get_storage_reader()
         if reader is None and trouble is not None:
@@ -140,7 +140,7 @@ class MegatronShardedCheckpointer:
             if stored is None:
                 raise
             log.warning(
-                "iteration %d is not all in memory, iteration %d is taken from storage: %s", step, stored, error
+                "Iteration %d is not complete in memory. Iteration %d is loaded from storage: %s", step, stored, error
             )
         return self._load_stored(stored, sharded_state_dict, options)
 
@@ -183,7 +183,7 @@ class MegatronShardedCheckpointer:
             return []
         folder = self._directory_of(int(found))
         if not os.path.isdir(os.path.join(folder, DIRECTORY)) and not os.path.isfile(os.path.join(folder, CONFIG)):
-            log.warning("%s is not a distributed checkpoint: it has no %s. It is not restored.", folder, CONFIG)
+            log.warning("%s is not restored, because it is not a distributed checkpoint: it has no %s.", folder, CONFIG)
             return []
         return [int(found)]
 
@@ -216,7 +216,7 @@ class _ShardedEngine(FsdpCheckpointEngine):
                     return {name: pickles[name] for name in (COMMON, CONFIG) if name in pickles}
                 finally:
                     release(pinned)
-        raise FileNotFoundError(f"Iteration {step} was removed from the memory of this rank. Load it from storage.")
+        raise FileNotFoundError(f"Iteration {step} is no longer in the memory of this rank. Load it from storage.")
 
 
 def _make_strategy(engine: _ShardedEngine, iteration: int, storage_type: StorageType) -> Any:
@@ -239,7 +239,8 @@ def _make_strategy(engine: _ShardedEngine, iteration: int, storage_type: Storage
 
         def async_save(self, *_: Any) -> Any:
             raise ConfigError(
-                "async_sharded_save is not supported here: this save never waits for storage. Leave it out."
+                "async_sharded_save is not supported here and not needed, because this save never waits for "
+                "storage. Leave it out."
             )
 
         def _small_files(self, folder: Path) -> dict[str, bytes]:

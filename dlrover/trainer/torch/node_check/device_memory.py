@@ -51,8 +51,8 @@ class MemoryFindings(Struct, frozen=True):
             return f"Device memory: {self.num_devices} devices are free."
         devices = ", ".join(f"{device.index} ({device.used_share:.0%} used)" for device in self.busy)
         return (
-            f"Device memory: basic GPU check failed, {limit:.0%} or more is in use before the job starts on device "
-            f"{devices}. Find the process that holds it, or reset the device."
+            f"Device memory: basic GPU check failed. On device {devices}, {limit:.0%} or more of the memory is "
+            "in use before the job starts. Find the process that uses it, or reset the device."
         )
 
 
@@ -178,12 +178,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="device_memory", description="Is the memory of this node's devices free?")
     parser.add_argument("--accelerator", default="nvidia.com/gpu")
-    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT, help="used part from which a device is busy")
+    parser.add_argument(
+        "--limit", type=float, default=DEFAULT_LIMIT, help="share of used memory from which a device counts as busy"
+    )
     parser.add_argument("--patience", type=float, default=DEFAULT_PATIENCE, help="seconds to wait for memory")
-    parser.add_argument("--agent-pid", type=int, default=0, help="memory of its descendants does not count")
+    parser.add_argument(
+        "--agent-pid", type=int, default=0, help="pid of a process; memory that its descendants use does not count"
+    )
     options = parser.parse_args(argv)
     if not 0 < options.limit <= 1:
-        parser.error(f"--limit {options.limit}: give a part between 0 and 1, for example 0.3")
+        parser.error(f"--limit {options.limit}: give a share between 0 and 1, for example 0.3")
     return options
 
 

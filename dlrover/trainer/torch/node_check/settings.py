@@ -67,8 +67,8 @@ def read(environ: Mapping[str, str]) -> CheckSettings:
     )
     if not 0 <= settings.global_rank < settings.world_size or settings.local_rank < 0:
         raise ValueError(
-            f"RANK={settings.global_rank} WORLD_SIZE={settings.world_size} LOCAL_RANK={settings.local_rank}: "
-            "ranks run from 0 to below the world size."
+            f"RANK={settings.global_rank} WORLD_SIZE={settings.world_size} LOCAL_RANK={settings.local_rank}: a "
+            "rank must be at least 0 and below the world size."
         )
     return settings
 
@@ -124,7 +124,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def _word(environ: Mapping[str, str], name: str) -> str:
     word = environ.get(name, "").strip()
     if not word:
-        raise ValueError(f"{name} is not set. The node check is started by dlrover-run; by hand, use torchrun -m.")
+        raise ValueError(
+            f"{name} is not set. dlrover-run sets it for the node check. To run the check by hand, use torchrun -m."
+        )
     return word
 
 

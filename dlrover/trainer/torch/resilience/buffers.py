@@ -56,7 +56,7 @@ class KeptBuffers:
         if not self._is_kept:
             return
         if [tensor.shape for tensor in self._tensors] != self._shapes:
-            raise DoubtError("a buffer of the model has changed its shape")
+            raise DoubtError("a buffer of the model changed its shape")
         for batch in self._batches:
             batch.exchange()
         now = self._current()

@@ -126,7 +126,7 @@ class StepGuard:
         except DoubtError as error:
             self._doubt = str(error)
             breath.is_announced = False
-            log.warning("If a worker is lost, its job goes back to the newest snapshot: %s.", error)
+            log.warning("If a worker is lost, the job restores its newest snapshot: %s.", error)
 
     def _keep(self, buffers: KeptBuffers, breath: LastBreath) -> None:
         try:
@@ -145,7 +145,7 @@ class StepGuard:
 
     def _end(self, breath: LastBreath) -> NoReturn:
         self._offer(breath)
-        raise AssertionError("a worker that has no more to finish ends")
+        raise AssertionError("a worker that has no more work ends")
 
     def _offer(self, breath: LastBreath, *, can_finish: bool = False) -> None:
         """Returns only if the agent wants this step finished."""
@@ -169,7 +169,7 @@ class StepGuard:
         if self._doubt:
             raise DoubtError(self._doubt)
         if not self._is_whole and self._num_stepped:
-            raise DoubtError("an optimizer has stepped in the step that broke")
+            raise DoubtError("an optimizer made its step before the failure")
         return self._sources.build(shape, old_step, step)
 
     def _before_step(self, *_details: object) -> None:

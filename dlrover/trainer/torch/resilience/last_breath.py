@@ -54,7 +54,7 @@ class LastBreath:
         try:
             return cls(BreathPage.open(where.progress_page, DEATH_NOTICE_AT))
         except OSError as error:
-            log.info("no last step will be saved here: %s", error.strerror)
+            log.info("this worker cannot save the last step after a failure: %s", error.strerror)
             return None
 
     @property
@@ -121,12 +121,12 @@ class LastBreath:
         name = f"{digest:016x}" if piece is None else "pieces"
         with contained(self._refuse):
             known.engine.save_alone(step, parts, known.paths, f"breath-{round_}-{step}-{name}")
-        log.warning("a worker is lost: step %d was saved to memory, and this one ends", step)
+        log.warning("a worker was lost: step %d is saved to memory, and this worker ends", step)
         self._page.answer = BreathAnswer.SAVED
 
     def _refuse(self, error: Exception) -> NoReturn:
         level = logging.WARNING if isinstance(error, DoubtError) else logging.ERROR
-        log.log(level, "the last step is not saved: %s", error, exc_info=not isinstance(error, DoubtError))
+        log.log(level, "the last step was not saved: %s", error, exc_info=not isinstance(error, DoubtError))
         self._page.answer = BreathAnswer.REFUSED
         _leave()
 

@@ -43,7 +43,7 @@ class Meeting:
         try:
             return cls(own, [BreathPage.open(path, DEATH_NOTICE_AT) for path in others])
         except OSError as error:
-            log.info("workers do not wait for each other before a step: %s", error.strerror)
+            log.info("Workers do not wait for each other before a step: %s", error.strerror)
             return None
 
     def is_complete_after_wait(self, is_lost: Callable[[], bool]) -> bool:
@@ -70,8 +70,8 @@ class Meeting:
     def _give_up(self) -> None:
         self._is_over = True
         log.warning(
-            "A worker did not reach its optimizer within %g s of this one. From now on workers do not wait for each other, and a loss may "
-            "cost the steps since the newest snapshot.",
+            "A worker did not reach its optimizer step within %g s of this one. From now on workers do not "
+            "wait for each other, and a lost worker may cost the steps since the newest snapshot.",
             self.patience,
         )
 

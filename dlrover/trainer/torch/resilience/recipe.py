@@ -47,7 +47,7 @@ class Sources:
         self.also = list(also)
         for each in (*self.models, *self.optimizers, *self.also):
             if not callable(getattr(each, "state_dict", None)):
-                raise TypeError(f"{type(each).__name__} has no state_dict(): name what has one.")
+                raise TypeError(f"{type(each).__name__} has no state_dict(). Give objects that have one.")
 
     def build(self, shape: Mapping[str, Any], old_step: int, step: int) -> dict[str, Any]:
         """A state of that shape, of now. Raises DoubtError."""
@@ -71,21 +71,21 @@ def _build(
         if shape.keys() == _OPTIMIZER_KEYS:
             found = [each for each in optimizers if _num_parameters(each) == _num_parameters(shape)]
         if len(found) > 1:
-            raise DoubtError(f"{path} looks like the state of more than one named object")
+            raise DoubtError(f"{path} could be the state of more than one of the given objects")
         if found and shape:
             return found[0]
         return {key: _build(value, states, optimizers, steps, path=f"{path}.{key}") for key, value in shape.items()}
     if isinstance(shape, bool | float | _Tensor | list):
         if isinstance(shape, list) and not shape:
             return []
-        raise DoubtError(f"{path} belongs to none of the named objects")
+        raise DoubtError(f"{path} belongs to none of the given objects")
     if isinstance(shape, int):
         if shape != steps[0]:
-            raise DoubtError(f"{path} is {shape}, which is neither the step nor in a named object")
+            raise DoubtError(f"{path} is {shape}. It is not the step, and it belongs to none of the given objects")
         return steps[1]
     if shape is None or isinstance(shape, str):
         return shape
-    raise DoubtError(f"{path} ({type(shape).__name__}) belongs to none of the named objects")
+    raise DoubtError(f"{path} ({type(shape).__name__}) belongs to none of the given objects")
 
 
 def digest_of(state: Any, without: Collection[int] = ()) -> int:

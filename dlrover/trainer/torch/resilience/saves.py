@@ -82,9 +82,9 @@ class SaveLog:
     def step_after(self, num_done: int) -> int:
         """The script's number of the step with which so many guarded ones are done. Raises DoubtError."""
         if self.known is None:
-            raise DoubtError("nothing was saved or restored in this life")
+            raise DoubtError("this process has not saved or restored anything yet")
         if self.doubt or not self.is_counted:
-            raise DoubtError(self.doubt or "no two saves have shown yet how the script numbers its steps")
+            raise DoubtError(self.doubt or "two saves are needed to see how the script numbers its steps")
         step, counted = self._counted_at
         return step + num_done - counted
 
@@ -105,8 +105,11 @@ class SaveLog:
             _tell_next_life(progress_page.COUNTED)
         elif not self.doubt:
             _tell_next_life(progress_page.NOT_COUNTED)
-            self.doubt = f"the script's steps went from {before_step} to {step} while {counted - before_count} guarded steps were done"
-            log.warning("The last step of this job cannot be saved when a worker is lost: %s.", self.doubt)
+            self.doubt = (
+                f"the script's step number went from {before_step} to {step}, but its optimizers made "
+                f"{counted - before_count} steps"
+            )
+            log.warning("If a worker is lost, the last step of this job cannot be saved: %s.", self.doubt)
 
     def _begins_at_zero(self, step: int, counted: int) -> bool:
         """Without a restore the script has begun with step 0, unless its first save says otherwise; that alone is no reason for a doubt."""

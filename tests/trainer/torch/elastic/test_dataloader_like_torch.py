@@ -364,7 +364,7 @@ def test_a_batch_sampler_of_the_caller_takes_a_tuned_size_if_it_has_one(file: Pa
         ElasticDataLoader(Squares(), batch_size=None),
     ):
         assert bare.get_batch_size() is None
-        with pytest.raises(ValueError, match="no batch size"):
+        with pytest.raises(ValueError, match="batch size of this loader cannot change"):
             bare.update_batch_size(5)
 
 

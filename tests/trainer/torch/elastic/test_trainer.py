@@ -287,7 +287,7 @@ def test_a_state_in_the_middle_of_an_epoch_goes_on_with_any_number_of_workers(nu
     again.load_state_dict(state)
     assert again.num_steps == 2
     assert rest.num_samples * FULL == SIZE - 2 * BATCH * FULL
-    with pytest.raises(Exception, match="for 4 workers, this one is for 8"):
+    with pytest.raises(Exception, match="for at most 4 workers, and this job is for 8"):
         ElasticTrainer(model(), max_workers=8).load_state_dict(state)
 
 

@@ -206,7 +206,7 @@ def test_loading_a_state_dict_during_the_copy_is_noticed_too(begin):
     training.model.load_state_dict(other.state_dict())
     training.gate.set()
     assert not training.checkpointer.wait_for_staging()
-    assert "was written to" in result.message
+    assert "changed while it was copied" in result.message
 
 
 def test_state_that_the_optimizer_replaces_is_saved_as_it_was(begin):

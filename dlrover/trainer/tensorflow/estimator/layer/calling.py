@@ -51,6 +51,8 @@ def read_input(input_fn: Callable[..., Any], given: Mapping[str, Any]) -> tuple[
             found = iterator.get_next()
     if isinstance(found, list | tuple):
         if len(found) != 2:
-            raise ValueError(f"An input function returns features or (features, labels), not {len(found)} things.")
+            raise ValueError(
+                f"An input function must return features or (features, labels); it returned {len(found)} values."
+            )
         return found[0], found[1], hooks
     return found, None, hooks

@@ -47,9 +47,9 @@ class _Canned(Estimator):
             if value:
                 raise ValueError(f"{type(self).__name__} does not have {name}. Write the model as a model_fn.")
         if not linear_columns and not dnn_columns:
-            raise ValueError("A model needs feature columns.")
+            raise ValueError("The model has no feature columns. Give at least one.")
         if dnn_columns and not hidden_units:
-            raise ValueError("A deep model needs hidden_units.")
+            raise ValueError("The deep model has no hidden_units. Give their numbers, for example [64, 32].")
 
         def model_fn(features: Any, labels: Any, mode: str) -> EstimatorSpec:
             logits = []

@@ -32,7 +32,10 @@ class Estimator:
         if "features" not in names:
             raise ValueError(f"The model function must have an argument features; it has {', '.join(names)}.")
         if params is not None and "params" not in names:
-            raise ValueError("params are given, and the model function has no argument params.")
+            raise ValueError(
+                "params were given, but the model function has no argument params. Add the argument, or leave out "
+                "params."
+            )
         self._model_fn = model_fn
         self._config = with_model_dir(config, model_dir)
         self._params = copy.deepcopy(params or {})
@@ -89,7 +92,7 @@ class Estimator:
                 raise ValueError(f"{name} must be above 0 (got {value}).")
         own = list(hooks or ())
         if max_steps is not None and max_steps <= self._saved_step():
-            v1.logging.info("Nothing is trained: the model has had its %d steps.", max_steps)
+            v1.logging.info("Training ends at once, because the model already has its %d steps.", max_steps)
             return self
         if steps is not None or max_steps is not None:
             own.append(v1.train.StopAtStepHook(num_steps=steps, last_step=max_steps))
@@ -142,7 +145,9 @@ class Estimator:
             if predict_keys is not None:
                 predictions = {key: value for key, value in predictions.items() if key in predict_keys}
                 if not predictions:
-                    raise ValueError(f"The model predicts {sorted(spec.predictions)}; none of them is in predict_keys.")
+                    raise ValueError(
+                        f"The model predicts {sorted(spec.predictions)}, and predict_keys contains none of them."
+                    )
             creator = v1.train.ChiefSessionCreator(
                 scaffold=spec.scaffold, config=self._config.session_config, checkpoint_filename_with_path=path
             )
@@ -187,7 +192,7 @@ class Estimator:
         if "labels" in arguments_of(self._model_fn):
             given["labels"] = labels
         elif labels is not None:
-            raise ValueError("The input gives labels, and the model function has no argument labels.")
+            raise ValueError("The input function returns labels, but the model function has no argument labels.")
         spec = call_with(self._model_fn, given)
         if not isinstance(spec, EstimatorSpec):
             raise ValueError(f"The model function must return an EstimatorSpec, not {type(spec).__name__}.")
@@ -258,7 +263,10 @@ class Estimator:
         own = [each for each in (*hooks, *spec.training_chief_hooks) if isinstance(each, v1.train.CheckpointSaverHook)]
         if own or not (config.save_checkpoints_secs or config.save_checkpoints_steps):
             if listeners and not own:
-                raise ValueError("saving_listeners need saves: set save_checkpoints_steps or save_checkpoints_secs.")
+                raise ValueError(
+                    "saving_listeners have no effect without saves. Set save_checkpoints_steps or "
+                    "save_checkpoints_secs."
+                )
             for listener in listeners:
                 own[0]._listeners.append(listener)
             return []

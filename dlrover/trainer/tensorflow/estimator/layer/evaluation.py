@@ -42,7 +42,7 @@ def run(
         values[LOSS], update = v1.metrics.mean(spec.loss)
         updates.append(update)
     if GLOBAL_STEP in values:
-        raise ValueError(f"A metric cannot be called {GLOBAL_STEP}.")
+        raise ValueError(f"The name {GLOBAL_STEP} is reserved. Give the metric another name.")
     values[GLOBAL_STEP] = step
     last = v1.train.FinalOpsHook(values)
     all_hooks = [*hooks, last, *([] if steps is None else [_StopAfter(steps)])]

@@ -81,7 +81,8 @@ def train_and_evaluate(estimator: Any, train_spec: TrainSpec, eval_spec: EvalSpe
         return evaluator.result, evaluator.exports
     if config.num_ps_replicas:
         raise ValueError(
-            "TF_CONFIG names parameter servers, and this process belongs to no job. Start it with `dlrover local --ps N`."
+            "TF_CONFIG lists parameter servers, but this process runs outside a job. Start it with `dlrover "
+            "local --ps N`."
         )
     estimator.train(
         train_spec.input_fn,

@@ -61,7 +61,8 @@ class RunConfig:
             raise ValueError("Give either save_checkpoints_steps or save_checkpoints_secs, not both.")
         if train_distribute is not None or eval_distribute is not None or experimental_distribute is not None:
             raise ValueError(
-                "Distribution strategies inside an Estimator ended with TensorFlow 2.15. Train with a custom loop or Keras, or without one."
+                "Estimators support distribution strategies only up to TensorFlow 2.15. Train with a custom "
+                "loop or Keras, or without a strategy."
             )
         if save_checkpoints_steps is _NOT_SAID and save_checkpoints_secs is _NOT_SAID:
             save_checkpoints_secs = _SAVE_SECS
@@ -154,9 +155,11 @@ def with_model_dir(config: RunConfig | None, model_dir: str | os.PathLike[str] |
     config = RunConfig() if config is None else copy.copy(config)
     given = os.fspath(model_dir) if model_dir else None
     if given and config.model_dir and given != config.model_dir:
-        raise ValueError(f"model_dir is {given} here and {config.model_dir} in RunConfig; give one of them.")
+        raise ValueError(
+            f"model_dir is {given} for the Estimator and {config.model_dir} in RunConfig. Give only one of them."
+        )
     found = given or config.model_dir
     if found is None:
         found = tempfile.mkdtemp()
-        tf.compat.v1.logging.warning("No model_dir is given; the model goes to %s.", found)
+        tf.compat.v1.logging.warning("No model_dir is given. The model is written to %s.", found)
     return config.replace(model_dir=found)

@@ -135,7 +135,7 @@ class EvalSpec(_EvalSpec):
         several = exporters if isinstance(exporters, list | tuple) else () if exporters is None else (exporters,)
         names = [each.name for each in several]
         if len(set(names)) != len(names):
-            raise ValueError(f"Exporters need different names (got {names}).")
+            raise ValueError(f"Two exporters have the same name (names: {names}). Give each a name of its own.")
         return super().__new__(
             cls, input_fn, steps, name, tuple(hooks or ()), tuple(several), start_delay_secs, throttle_secs
         )

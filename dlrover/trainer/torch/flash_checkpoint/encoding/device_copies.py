@@ -109,7 +109,8 @@ class Pinning:
         error = int(cuda.cudart().cudaHostRegister(*wanted, _PORTABLE))
         if error:
             log.info(
-                "the driver cannot pin the memory of snapshots (error %d); copies go through a buffer, which is slower",
+                "The driver cannot pin the memory of snapshots (error %d). Copies go through a buffer, which "
+                "makes them slower.",
                 error,
             )
             return False

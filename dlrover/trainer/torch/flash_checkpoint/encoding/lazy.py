@@ -74,16 +74,16 @@ class StepWatch:
         if "deepspeed" in sys.modules:
             return "DeepSpeed changes parameters outside of torch's optimizers", frozenset()
         if not self._seen:
-            return "no optimizer of torch has made a step yet", frozenset()
+            return "no torch optimizer has made a step yet", frozenset()
         if not self._recent:
-            return "no optimizer has passed by torch's hook since the last save", frozenset()
+            return "no torch optimizer has made a step since the last save", frozenset()
         looked = [(optimizer, reason_against(optimizer), optimizer in self._recent) for optimizer in self._seen]
         key = [number for optimizer, reason, is_recent in looked for number in _key_of(optimizer, reason, is_recent)]
         if self._known is None or self._known[0] != key:
             self._known = (key, _owned(looked))
         owned = self._known[1]
         reasons = [reason for _, reason, _ in looked if reason]
-        return ("" if owned else (reasons or ["no optimizer owns anything large"])[0]), owned
+        return ("" if owned else (reasons or ["no optimizer has a large state"])[0]), owned
 
     def close(self) -> None:
         if self._hook is not None:
@@ -102,11 +102,11 @@ def reason_against(optimizer: torch.optim.Optimizer) -> str:
     if not kind.__module__.startswith("torch.optim.") or getattr(torch.optim, kind.__name__, None) is not kind:
         return f"{kind.__module__}.{kind.__qualname__} is not an optimizer of torch.optim"
     if any(group.get("capturable") for group in optimizer.param_groups):
-        return "a capturable optimizer may step from a graph, past the hook"
+        return "a capturable optimizer may step from a CUDA graph, which dlrover cannot notice"
     for group in optimizer.param_groups:
         for param in group["params"]:
             if getattr(param, "_post_accumulate_grad_hooks", None) or hasattr(param, "_in_backward_optimizers"):
-                return "a parameter has a hook that may step in the backward pass"
+                return "a hook of a parameter may change it in the backward pass"
     return ""
 
 

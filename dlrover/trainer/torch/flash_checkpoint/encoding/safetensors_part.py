@@ -66,12 +66,13 @@ class SafetensorsPart(dict[str, torch.Tensor]):
 def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise ValueError(
-            f"{name} is a {type(tensor).__name__} of layout {getattr(tensor, 'layout', None)} on {getattr(tensor, 'device', None)}; "
-            "a safetensors file holds plain dense tensors only. Convert it, or save this part with torch."
+            f"A safetensors file holds only plain dense tensors, but {name} is a {type(tensor).__name__} of "
+            f"layout {getattr(tensor, 'layout', None)} on {getattr(tensor, 'device', None)}. Convert it, or "
+            "save this part with torch."
         )
     if dtype_name(tensor.dtype) not in DTYPES:
         raise ValueError(
-            f"{name} has the dtype {tensor.dtype}, which a safetensors file cannot hold. Convert it, or save this "
-            "part with torch."
+            f"{name} has the dtype {tensor.dtype}, but a safetensors file cannot hold this dtype. Convert it, "
+            "or save this part with torch."
         )
     return tensor.detach()

@@ -95,8 +95,8 @@ class _StoragePickler(pickle.Pickler):
         address = 0 if storage.device.type == "meta" else storage.data_ptr()
         if address and self._dtypes.setdefault(address, dtype) != dtype:  # torch.load could not read it
             raise RuntimeError(
-                f"Two tensors view the same memory as {self._dtypes[address]} and {dtype}; neither torch.save nor a "
-                "snapshot can keep them tied. Clone one of them before saving."
+                f"Two tensors share memory but have the dtypes {self._dtypes[address]} and {dtype}. Neither "
+                "torch.save nor a snapshot can save such tensors as shared. Clone one of them before saving."
             )
         return key
 

@@ -103,7 +103,7 @@ class StateWriter:
                 if pending is not None:
                     return pending
                 slot.abandon()
-        raise AssertionError("the state changed its size while it was saved; another thread works on it")
+        raise AssertionError("the state changed its size while it was saved, because another thread changes it")
 
     def _look_at(self, parts: Mapping[str, object]) -> _State:
         last = self._last
@@ -171,7 +171,7 @@ class StateWriter:
     def _describe_later(self, state: _State, header: Header) -> Description:
         description = state.describe(header)
         if description.unnamed:
-            raise Changed("A tensor got other memory while its state was saved.")
+            raise Changed("A tensor moved to other memory while its state was saved.")
         self._learn(description, state.plan)
         return description
 
@@ -281,7 +281,7 @@ class PendingSave:
             self._transfer.finish()
             number = self._guard.check()
             if number is not None:
-                raise Changed(f"{self._name_of(number)} was written to while it was copied.")
+                raise Changed(f"{self._name_of(number)} changed while it was copied.")
             description = self.prepare()
             if not self.is_lazy:
                 self.digest = sample_digest(self._slot.address, self.layout)

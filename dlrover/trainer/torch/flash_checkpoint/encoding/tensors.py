@@ -76,7 +76,8 @@ def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise TypeError(
-            f"This torch ({torch.__version__}) has no dtype {name}; the snapshot was made by another version."
+            f"The snapshot has a tensor of dtype {name}, which this torch ({torch.__version__}) does not have. "
+            "Use the torch version that made the snapshot."
         )
     return found
 

@@ -114,7 +114,7 @@ class PieceReader(StorageReader):  # type: ignore[misc]  # torch does not type i
         target = planner.resolve_tensor(item).detach()
         if target.size() != source.size():
             raise Incomplete(
-                f"{item.storage_index.fqn} was saved with the shape {tuple(source.size())}, and the model needs "
+                f"{item.storage_index.fqn} was saved with the shape {tuple(source.size())}, but the model needs "
                 f"{tuple(target.size())}."
             )
         is_block = source.is_contiguous() and target.is_contiguous() and target.device.type == "cpu"
@@ -155,7 +155,7 @@ def plan_load(state: dict[str, Any], metadata: Metadata) -> tuple[DefaultLoadPla
             for index, wanted in _chunks(name, value):
                 if found.get(index, 0) < wanted:
                     raise Incomplete(
-                        f"The saved pieces of {name} hold only {found.get(index, 0)} of {wanted} elements."
+                        f"The checkpoint has only {found.get(index, 0)} of the {wanted} elements of {name}."
                     )
     return planner, plan
 
@@ -240,7 +240,9 @@ class MemoryPieces:
             if index in self._bytes:
                 continue
             if index not in self._where:
-                raise Incomplete(f"{index.fqn} at {tuple(index.offset or ())} is not in the memory of this node.")
+                raise Incomplete(
+                    f"the piece of {index.fqn} at {tuple(index.offset or ())} is not in the memory of this node."
+                )
             item, holding, _source = self._where[index]
             if item.is_in_storage:
                 by_shard.setdefault(holding.shard, []).append(index)
@@ -315,8 +317,8 @@ class FilePieces:
                 raise Incomplete(f"The checkpoint in {self._directory} does not contain {index.fqn}.")
             if getattr(info, "transform_descriptors", None):
                 raise ConfigError(
-                    f"The checkpoint in {self._directory} was written through stream transforms "
-                    f"({', '.join(info.transform_descriptors)}); load it with torch's own reader."
+                    f"The checkpoint in {self._directory} was written with stream transforms "
+                    f"({', '.join(info.transform_descriptors)}). Load it with torch's own reader."
                 )
             if info.relative_path not in self._files:
                 self._files[info.relative_path] = self._read(join(self._directory, info.relative_path))
@@ -358,7 +360,9 @@ class FilePieces:
         info = self._metadata.storage_data[index]
         content = self._files[info.relative_path][info.offset : info.offset + info.length]
         if content.nbytes != info.length:
-            raise Corrupt(f"{join(self._directory, info.relative_path)} ends before {index.fqn} does.")
+            raise Corrupt(
+                f"{join(self._directory, info.relative_path)} is damaged: it ends before the end of {index.fqn}."
+            )
         return content
 
     def _is_bare(self, index: MetadataIndex) -> bool:
@@ -388,7 +392,7 @@ def read_directory(storage: Storage, directory: str, *, is_checked: bool) -> tup
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
         raise Corrupt(f"{join(directory, METADATA_FILE)} cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise Corrupt(f"{join(directory, METADATA_FILE)} holds a {type(metadata).__name__}, not DCP metadata.")
+        raise Corrupt(f"{join(directory, METADATA_FILE)} contains a {type(metadata).__name__} and not DCP metadata.")
     return metadata, FilePieces(storage, directory, metadata, is_checked=is_checked)
 
 

@@ -34,7 +34,9 @@ def load_parameter_state(optimizer: Any, state: Any) -> None:
     members = members_of(optimizer)
     states = state if isinstance(state, list) else [state]
     if len(states) != len(members):
-        raise ManifestInvalid(f"The checkpoint has {len(states)} optimizers in a chain, this job {len(members)}.")
+        raise ManifestInvalid(
+            f"The checkpoint has a chain of {len(states)} optimizers, but this job has {len(members)}."
+        )
     for member, each in zip(members, states, strict=True):
         if each is not None:
             _load(member, each)
@@ -56,8 +58,8 @@ def _load(optimizer: Any, state: ParameterState) -> None:
                 saved = state[buffer][group][order]
             except KeyError:
                 raise ManifestInvalid(
-                    f"The optimizer file has no state for parameter {order} of group {group} in buffer {buffer}: it was written with another "
-                    "world size or another order of parameters."
+                    f"The optimizer file has no state for parameter {order} of group {group} in buffer "
+                    f"{buffer}. It was written with another world size or another order of parameters."
                 ) from None
             _fill(optimizer, param, group, order, saved)
 

@@ -216,7 +216,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
 
     def _clear_abandoned(self, ranks_here: list[int]) -> None:
         for gone in remove_abandoned(self.outlet.home, ranks_here):
-            log.info("removed %s: no rank of this world writes to it", gone.name)
+            log.info("removed %s, because no rank of this world writes to it", gone.name)
 
     # Restoring.
 
@@ -273,7 +273,7 @@ class FsdpCheckpointEngine(CheckpointEngine):
         try:
             return read_directory(storage, full, is_checked=read_global_manifest(storage, full) is not None)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{full} is no DCP checkpoint: it has no {METADATA_FILE}.") from error
+            raise FileNotFoundError(f"{full} is not a DCP checkpoint: it has no {METADATA_FILE}.") from error
 
     def _opened(self, metadata: Metadata, pieces: Pieces) -> PieceReader:
         reader = PieceReader(metadata, pieces, self._copier)
@@ -358,7 +358,7 @@ class _StateRestorer(Restorer):
             fit_to(template, metadata)
             plan_load(template, metadata)
         except DLRoverError as error:
-            log.info("step %d is not all in the memory of this node: %s", state.step, error)
+            log.info("Step %d is not complete in the memory of this node: %s", state.step, error)
             return False
         return True
 
@@ -391,7 +391,7 @@ class _StateRestorer(Restorer):
         try:
             return self._take(into, self._engine._opened(*opening()))
         except (OSError, DLRoverError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, EOFError) as error:
-            log.warning("step %d cannot be restored here: %s", step, error)
+            log.warning("Step %d cannot be restored on this rank: %s", step, error)
             return None
         finally:
             if into is not None:

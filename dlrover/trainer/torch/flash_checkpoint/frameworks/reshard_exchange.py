@@ -113,7 +113,7 @@ def bring(state: SavedState, wanted: dict[str, Any], homes: Sequence[str], agree
             if item.is_in_storage and item.num_bytes:
                 requests.setdefault(owner, []).append(request)
     except DLRoverError as error:
-        log.warning("step %d is not in the memory of the nodes: %s", state.step, error)
+        log.warning("Step %d is not complete in the memory of the nodes: %s", state.step, error)
         is_fine = False
     asked: list[dict[int, list[Wanted]]] = _gather(requests, agreement)
     parcels: dict[int, bytearray] = {}

@@ -105,7 +105,8 @@ def tell_resumed(agreement: Agreement, path: str, user_storage: ClassMeta | None
     manifest = read_global_manifest(storage, full) or read_global_manifest(storage, parent_of(full))
     if manifest is None:
         log.warning(
-            "%s has no manifest, so it is unknown which data its model has read; the datasets go on where they are",
+            "%s has no manifest, so DLRover does not know which data its model has read. The datasets continue "
+            "from their present position.",
             path,
         )
     elif agreement.ranks.global_rank != 0:

@@ -46,21 +46,21 @@ def restorable(storage: Storage, directory: str) -> str:
         complete = complete_up_to(storage, directory, int(said))
         if not complete:
             raise ManifestInvalid(
-                f"{join(directory, TRACKER)} names iteration {said}, which does not exist in {directory}, nor does an "
-                "older one that is complete. Restore its files, or start from scratch in another directory."
+                f"{join(directory, TRACKER)} names iteration {said}, but {directory} has neither that iteration "
+                "nor an older complete one. Restore the files, or start from scratch in another directory."
             )
         return str(complete[0].manifest.step)
     newest = newest_complete(storage, directory)
     if newest is None and said:
         raise ManifestInvalid(
-            f"{join(directory, TRACKER)} should hold the number of an iteration and holds {said[:40]!r}. "
-            "Write the iteration to load into it."
+            f"{join(directory, TRACKER)} must contain the number of an iteration (found {said[:40]!r}). Write "
+            "the iteration to load into it."
         )
     if newest is None:
         return ""
     what = f"holds {said[:40]!r}" if said else "is missing or empty"
     log.warning(
-        "%s %s. The newest complete checkpoint counts: iteration %d.",
+        "%s %s. The newest complete checkpoint is used: iteration %d.",
         join(directory, TRACKER),
         what,
         newest.manifest.step,
@@ -79,7 +79,10 @@ def whole_iteration(agreement: Agreement, storage: Storage, directory: str, name
         return named
     found = newest_whole(agreement, storage, directory, named)
     if found is None:
-        raise ManifestInvalid(f"Iteration {named} in {directory} has no manifest, and no older iteration is complete.")
+        raise ManifestInvalid(
+            f"Iteration {named} in {directory} has no manifest, and no older iteration is complete. Restore its "
+            "manifest, or start from scratch in another directory."
+        )
     return found.manifest.step
 
 

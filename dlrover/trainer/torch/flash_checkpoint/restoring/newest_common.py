@@ -48,7 +48,7 @@ log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 DEFAULT_PART = "model_states"
 """What the original DLRover calls the one part of its files."""
-_REMEDY = "Repair the directory, name a checkpoint with path, or start from scratch in another directory."
+_REMEDY = "Repair the directory, give the checkpoint to restore as `path`, or start from scratch in another directory."
 
 
 class Restored(Struct, frozen=True):
@@ -93,7 +93,7 @@ class Restorer:
         candidates = sorted(found, reverse=True)
         for is_present, step, is_memory in candidates:
             if is_memory and not self._agreement.common([self._save_number(offers[step])]):
-                log.warning("ranks hold different saves of step %d; trying the next older one", step)
+                log.warning("Ranks hold different saves of step %d; the next older step is tried.", step)
                 continue
             if is_memory:
                 parts = self._from_memory(offers[step], names, into)
@@ -103,19 +103,19 @@ class Restorer:
                 assert parts is not None, "all ranks have it"
                 if not is_present:
                     log.warning(
-                        "no other step can be restored, so the job restores step %d, although it went back to an older step before; some "
-                        "data may be read twice",
+                        "Only step %d can be restored on all ranks. The job went back to an older step before, "
+                        "so some data may be read twice.",
                         step,
                     )
                 claims = self._claims_of(offers[step]) if is_memory else {}
                 return Restored(step, bool(is_memory), parts, claims)
-            log.warning("step %d cannot be restored on all ranks; trying the next older one", step)
+            log.warning("Step %d cannot be restored on all ranks; the next older step is tried.", step)
         if trouble:
             raise ManifestInvalid(f"The checkpoints in {self._directory} cannot be used: {trouble} {_REMEDY}")
         if candidates:
             raise ManifestInvalid(
-                f"There are checkpoints in {self._directory}, but none can be restored on all ranks; the warnings above say why. "
-                f"{_REMEDY}"
+                f"None of the checkpoints in {self._directory} can be restored on all ranks. The warnings above "
+                f"say why. {_REMEDY}"
             )
         return None
 
@@ -160,7 +160,7 @@ class Restorer:
         try:
             request = request_in(decode_extra(pinned.sections()))
         except DLRoverError as error:
-            log.warning("restoring does not use a snapshot of step %d: %s", name.step, error)
+            log.warning("The snapshot of step %d is not used for restoring: %s", name.step, error)
             return None
         finally:
             pinned.close()
@@ -211,7 +211,8 @@ class Restorer:
         found = [each.manifest.step for each in complete_up_to(storage, self._directory, newest)]
         if not found:
             raise ManifestInvalid(
-                f"The tracker in {self._directory} names step {newest}, which is not there (complete: {stored})."
+                f"The tracker in {self._directory} names step {newest}, but that checkpoint does not exist "
+                f"(complete steps: {stored})."
             )
         return found
 
@@ -220,7 +221,8 @@ class Restorer:
         foreign = [int(name) for name in names if name.isdigit() and self._is_foreign(int(name))]
         if foreign:
             log.warning(
-                "%s has no %s. Steps %s, which other software wrote, are not restored: write the step to restore into that file.",
+                "%s has no %s, so steps %s, which other software wrote, are not restored. To restore one of "
+                "them, write its step into that file.",
                 self._directory,
                 TRACKER,
                 sorted(foreign),
@@ -241,7 +243,7 @@ class Restorer:
         try:
             return _complete(self._read_checkpoint(step, names, into or {}), names, step)
         except (OSError, DLRoverError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            log.warning("the checkpoint of step %d cannot be read: %s", step, error)
+            log.warning("The checkpoint of step %d cannot be read: %s", step, error)
             return None
 
     def _read_checkpoint(self, step: int, names: Sequence[str] | None, into: Mapping[str, object]) -> dict[str, Any]:
@@ -273,12 +275,13 @@ class Restorer:
         num_shards = self._agreement.share.num_shards
         if len(manifest.ranks) != num_shards:
             raise ManifestInvalid(
-                f"Step {manifest.step} was saved in {len(manifest.ranks)} shards, this job has {num_shards}. Use a "
-                "checkpointer that can reshard (FSDP, DCP), or start as many shards as before."
+                f"Step {manifest.step} was saved in {len(manifest.ranks)} shards, but this job has "
+                f"{num_shards}. Use a checkpointer that can reshard (FSDP, DCP), or start as many shards as "
+                "before."
             )
         own = [rank for rank in manifest.ranks if rank.global_rank == self._agreement.share.shard]
         if not own:
-            raise ManifestInvalid(f"Step {manifest.step} has no shard {self._agreement.share.shard}.")
+            raise ManifestInvalid(f"The checkpoint of step {manifest.step} has no shard {self._agreement.share.shard}.")
         [rank] = own
         if len(rank.files) == 1 and not rank.files[0].part:  # of a version that did not write the part's name
             return {names[0] if names else DEFAULT_PART: rank.files[0]}
@@ -294,8 +297,8 @@ def own_file_in(checkpoint: str, share: Share) -> tuple[str, FileRecord | None]:
     own = [file for rank in manifest.ranks if rank.global_rank == share.shard for file in rank.files]
     if len(manifest.ranks) != share.num_shards or len(own) != 1:
         raise ManifestInvalid(
-            f"{checkpoint} was saved in {len(manifest.ranks)} shards, this job has {share.num_shards}; {len(own)} of its files belong "
-            f"to shard {share.shard}. Name the file to resume from."
+            f"{checkpoint} was saved in {len(manifest.ranks)} shards, but this job has {share.num_shards}. "
+            f"{len(own)} of its files belong to shard {share.shard}. Give the path of the file to restore."
         )
     return join(checkpoint, own[0].path), own[0]
 
@@ -304,7 +307,7 @@ def _complete(parts: dict[str, Any], names: Sequence[str] | None, step: int) -> 
     missing = sorted(set(names or ()) - set(parts))
     if missing:
         log.warning(
-            "step %d is not restored: it has no part %s; it has %s",
+            "Step %d is not restored, because it has no part %s; it has %s.",
             step,
             ", ".join(missing),
             ", ".join(parts) or "none",

@@ -153,7 +153,7 @@ def _snapshots_of(path: Path) -> list[Snapshot]:
     except FileNotFoundError:
         return []
     except DLRoverError as error:
-        log.warning("restoring does not use the snapshots in %s: %s", path, error)
+        log.warning("The snapshots in %s are not used for restoring: %s", path, error)
     return found
 
 

@@ -84,7 +84,7 @@ class _File:
         while view:
             num_read = os.preadv(self._fd, [view], offset)
             if not num_read:
-                raise Corrupt("The file ended while it was read.")
+                raise Corrupt("The file is damaged: it ends too early.")
             view, offset = view[num_read:], offset + num_read
 
 
@@ -126,7 +126,7 @@ def _read(source: _Source, file: Any, path: str, record: FileRecord | None, into
 
 def _sized(source: _Source, path: str, record: FileRecord | None) -> _Source:
     if record is not None and source.num_bytes != record.size_bytes:
-        raise Corrupt(f"{path} is damaged: it has {source.num_bytes} bytes, and its manifest says {record.size_bytes}.")
+        raise Corrupt(f"{path} is damaged: it has {source.num_bytes} bytes, but its manifest says {record.size_bytes}.")
     return source
 
 
@@ -199,7 +199,7 @@ def _data_place(source: _Source, info: zipfile.ZipInfo) -> int:
     *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
     place: int = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
     if place + info.file_size > source.num_bytes:
-        raise Corrupt(f"Its entry {info.filename} reaches beyond the end of the file.")
+        raise Corrupt(f"The archive is damaged: its entry {info.filename} reaches beyond the end of the file.")
     return place
 
 
@@ -225,7 +225,7 @@ def _fetch(source: _Source, path: str, record: FileRecord | None, ranges: list[_
 
     run_in_threads(read, min(NUM_READERS, len(pieces)))
     if record is not None and (found := combine_sums(sums)) != record.crc32:
-        raise Corrupt(f"{path} is damaged: its CRC is {found:08x}, and its manifest says {record.crc32:08x}.")
+        raise Corrupt(f"{path} is damaged: its CRC is {found:08x}, but its manifest says {record.crc32:08x}.")
 
 
 def _pieces(ranges: list[_Range], total_bytes: int) -> list[_Range]:

@@ -157,7 +157,7 @@ class LocalMemory:
                 self._open[(request.attempt, request.shard)] = (pinned, contents, entry)
                 return holding
         except DLRoverError as error:
-            log.warning("restoring does not use a snapshot of step %d: %s", name.step, error)
+            log.warning("The snapshot of step %d is not used for restoring: %s", name.step, error)
         pinned.close()
         return None
 
@@ -199,11 +199,11 @@ def _range_of(item: DcpItem, contents: Contents, entry: FileEntry, data_bytes: i
         storage = contents.layout.storages[entry.storages[item.storage]]
     except IndexError as error:
         raise SegmentInvalid(
-            f"The snapshot is damaged: its table places {item.name} in a storage that does not exist."
+            f"The snapshot is damaged: its tensor table places {item.name} in a storage that does not exist."
         ) from error
     start = storage.offset + item.start
     if item.start + item.num_bytes > storage.num_bytes or start + item.num_bytes > data_bytes:
-        raise SegmentInvalid(f"The snapshot is damaged: its table places {item.name} outside of its storage.")
+        raise SegmentInvalid(f"The snapshot is damaged: its tensor table places {item.name} outside its storage.")
     return start, item.num_bytes
 
 
@@ -234,5 +234,6 @@ def _verify(pinned: PinnedSlot, data: memoryview, ranges: Iterable[tuple[int, in
         damaged = [chunk for chunk, is_bad in zip(chunks, pool.map(is_damaged, chunks), strict=True) if is_bad]
     if damaged:
         raise Corrupt(
-            f"{pinned}: {len(damaged)} of {len(chunks)} chunks differ from their checksum, first chunk {damaged[0]}."
+            f"{pinned} is damaged: {len(damaged)} of {len(chunks)} chunks differ from their checksum, the first "
+            f"is chunk {damaged[0]}."
         )

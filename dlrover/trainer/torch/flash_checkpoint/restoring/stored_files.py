@@ -46,7 +46,7 @@ def told_by_first(agreement: Agreement, find: Callable[[], Sequence[int]]) -> li
             trouble = str(error) or type(error).__name__
     told = agreement.tell_all([int(bool(trouble)), *found])
     if told[0]:
-        raise ManifestInvalid(trouble or "Global rank 0 could not read the storage; its log says why.")
+        raise ManifestInvalid(trouble or "Global rank 0 could not read the storage. Its log says why.")
     return told[1:]
 
 
@@ -64,11 +64,11 @@ def newest_whole(agreement: Agreement, storage: Storage, directory: str, at_most
         damage = _damage(agreement, storage, found)
         if not damage and found is not None:
             return found
-        log.warning("the checkpoint of step %d is damaged; trying the next older one: %s", step, damage)
+        log.warning("The checkpoint of step %d is damaged; the next older one is tried: %s", step, damage)
     if steps:
         raise ManifestInvalid(
-            f"There are checkpoints in {directory}, but all are damaged; the warnings above say how. Restore their "
-            "files, or start from scratch in another directory."
+            f"All checkpoints in {directory} are damaged. The warnings above say how. Restore their files, or "
+            "start from scratch in another directory."
         )
     return None
 
@@ -81,14 +81,14 @@ def refuse_damaged(agreement: Agreement, storage: Storage, path: str) -> None:
     found = None if manifest is None else Committed(path, manifest)
     is_foreign = found is None and not has_damaged_manifest(storage, path)
     if not agreement.have_all(is_foreign) and (damage := _damage(agreement, storage, found)):
-        raise Corrupt(f"{path} is damaged: {damage}. Resume from another checkpoint.")
+        raise Corrupt(f"{path} is damaged: {damage}. Restore another checkpoint.")
 
 
 def _find(storage: Storage, directory: str, step: int) -> Committed | None:
     try:
         stored = committed_checkpoints(storage, directory)
     except OSError as error:
-        log.warning("the checkpoints in %s cannot be listed: %s", directory, error)
+        log.warning("The checkpoints in %s cannot be listed: %s", directory, error)
         return None
     return next((each for each in stored if each.manifest.step == step), None)
 
@@ -102,7 +102,7 @@ def _damage(agreement: Agreement, storage: Storage, found: Committed | None) -> 
     damage = work.result()
     if agreement.have_all(not damage):
         return ""
-    return damage or "another rank has found that"
+    return damage or "another rank found it damaged"
 
 
 def _own_damage(storage: Storage, found: Committed | None, ranks: Ranks) -> str:

@@ -70,8 +70,9 @@ def share_of(ranks: Ranks, local_ranks: Sequence[int], local_shard_num: int, glo
     saving = [rank for rank, local in enumerate(local_ranks) if local < local_shard_num]
     if global_shard_num > len(saving):
         raise ConfigError(
-            f"global_shard_num is {global_shard_num}, but with local_shard_num {local_shard_num} only {len(saving)} ranks "
-            "save. Set local_shard_num to the number of ranks per node whose states differ."
+            f"global_shard_num is {global_shard_num}, but with local_shard_num {local_shard_num} only "
+            f"{len(saving)} ranks save. Set local_shard_num to the number of ranks on each node that hold "
+            "different states."
         )
     # A rank that does not save has the state of one on its node that does.
     stand_in = ranks.global_rank - ranks.local_rank + ranks.local_rank % local_shard_num

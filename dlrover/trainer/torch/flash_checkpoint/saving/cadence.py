@@ -86,7 +86,10 @@ class SaveCadence:
         plan = CadencePlan(memory_every=memory_every, storage_every=storage_every) if memory_every else None
         if plan is not None and plan != self._cadence.plan:
             log.info(
-                "from step %d on: to memory every %d steps, to storage every %d", step, memory_every, storage_every
+                "from step %d on, a save goes to memory every %d steps and to storage every %d steps",
+                step,
+                memory_every,
+                storage_every,
             )
         self._cadence.adopt(plan, step)
 
@@ -103,7 +106,7 @@ def read_interval(interval: Interval, budget: float) -> CadencePlan | None:
     """The caller's plan; None: it is to be found. Raises ConfigError."""
     if not 0 < budget < 1:
         raise ConfigError(
-            "overhead_budget, the part of the training time that saves may take, must be above 0 and below 1 (got "
+            "overhead_budget, the share of training time that saves may take, must be above 0 and below 1 (got "
             f"{budget})."
         )
     if interval == AUTO:
@@ -112,8 +115,8 @@ def read_interval(interval: Interval, budget: float) -> CadencePlan | None:
     is_pair = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, int) and each >= 1 for each in pair)
     if not is_pair or isinstance(pair, str):
         raise ConfigError(
-            f'checkpoint_interval {interval!r} cannot be used: give "auto", a number of steps between storage saves, or two '
-            "numbers, for memory and for storage."
+            f'checkpoint_interval {interval!r} is not valid. Give "auto", a number of steps between saves to '
+            "storage, or two numbers: one for memory and one for storage."
         )
     memory_every, storage_every = pair
     return CadencePlan(memory_every=memory_every, storage_every=math.ceil(storage_every / memory_every) * memory_every)

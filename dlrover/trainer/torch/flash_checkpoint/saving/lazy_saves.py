@@ -55,7 +55,7 @@ class LazySaves:
             return owned
         if reason != self._told_against:
             self._told_against = reason
-            log.log(logging.WARNING if wish is True else logging.INFO, "this save is not lazy: %s", reason)
+            log.log(logging.WARNING if wish is True else logging.INFO, "This save is not lazy: %s.", reason)
         return ()
 
     def after_save(self) -> None:
@@ -112,15 +112,15 @@ class LazySaves:
             case Changed():
                 self._why_never = f"{error} Code other than an optimizer's step changes it"
                 text = (
-                    "step %d was not saved: %s Code other than an optimizer's step changed it. From now on saves are not "
-                    "lazy. Save after that code has run, or switch lazy off."
+                    "Step %d was not saved: %s Code other than an optimizer's step changed it. From now on "
+                    "saves are not lazy. Save after that code has run, or give lazy=False."
                 )
                 log.error(text, step, error)
             case OSError() | DLRoverError():
-                log.error("step %d was not saved: %s", step, error)
+                log.error("Step %d was not saved: %s", step, error)
             case _:
                 result.message = f"{type(error).__name__}: {error}"
-                log.exception("bug: step %d was not saved. Training goes on.", step)
+                log.exception("Step %d was not saved because of a bug in DLRover. Training continues.", step)
 
 
 def check_lazy(lazy: bool | str) -> bool | str:

@@ -40,6 +40,6 @@ def wait_socket_server(socket_file: str, timeout: float = 60) -> None:
     while not os.path.exists(socket_file):
         if time.monotonic() >= deadline:
             raise TimeoutError(
-                f"{socket_file} did not appear within {timeout:g} s: is the process that serves it running?"
+                f"{socket_file} did not appear within {timeout:g} s. Check that the process that serves it runs."
             )
         time.sleep(_LOOK_AFTER)

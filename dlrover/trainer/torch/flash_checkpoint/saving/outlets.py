@@ -124,7 +124,8 @@ class AgentOutlet:
         for key, (pinned, since) in list(self._held.items()):
             if time.monotonic() - since > HOLD:
                 log.warning(
-                    "the agent has not confirmed the snapshot of step %d; it may not reach storage", pinned.record.step
+                    "The agent has not confirmed the snapshot of step %d, so it may not reach storage.",
+                    pinned.record.step,
                 )
                 self._let_go(key)
 
@@ -203,7 +204,7 @@ class AgentOutlet:
             sock.close()
             if isinstance(error, NotOurs):
                 log.error(
-                    "the trainer does not report its snapshots to the agent, so they do not reach storage: %s",
+                    "The trainer cannot report its snapshots to the agent, so they do not reach storage: %s",
                     error.strerror,
                 )
             raise
@@ -278,7 +279,10 @@ class ThreadOutlet:
 
     def _note_failure(self, request: SaveRequest, error: Exception) -> None:
         if not isinstance(error, OSError | DLRoverError):
-            log.exception("bug: the checkpoint of step %d was not written. Training goes on.", request.step)
+            log.exception(
+                "The checkpoint of step %d was not written because of a bug in DLRover. Training continues.",
+                request.step,
+            )
             self._settle(request, f"{type(error).__name__}: {error}")
             return
         # It goes on, however often we are quicker.
@@ -287,7 +291,7 @@ class ThreadOutlet:
         level = logging.INFO if is_told else logging.ERROR
         self._is_reported = True
         self._is_other_job_reported = self._is_other_job_reported or is_other_job
-        log.log(level, "the checkpoint of step %d was not written: %s. Training goes on.", request.step, error)
+        log.log(level, "The checkpoint of step %d was not written: %s. Training continues.", request.step, error)
         self._settle(request, str(error))
 
     def _settle(self, request: SaveRequest, trouble: str = "") -> None:

@@ -83,7 +83,7 @@ class Preparation:
                 with view:
                     self._touch(view, is_first=index == 0)
         except (OSError, DLRoverError) as error:
-            log.info("memory for snapshots could not be prepared: %s", error)  # the save itself will say it aloud
+            log.info("Memory for snapshots could not be prepared: %s", error)  # the save itself will say it aloud
 
     def _touch(self, view: memoryview, *, is_first: bool) -> None:
         place = (address_of(view), view.nbytes) if view.nbytes else (0, 0)

@@ -172,13 +172,18 @@ MANIFEST = f"{NEW}/.dlrover/manifest.json"
 @pytest.mark.parametrize(
     ("missing", "content", "expected", "warning"),
     [
-        (TRACKER, None, NEW, "dlrover_latest.txt is missing. The newest complete checkpoint counts: step 2"),
-        (TRACKER, "", NEW, "should hold a step and holds b''. Write the step to use into it. The newest complete"),
-        (TRACKER, "\u2028 -7", NEW, "The newest complete checkpoint counts: step 2"),
-        (TRACKER, "9" * 5000, NEW, "The newest complete checkpoint counts: step 2"),
+        (TRACKER, None, NEW, "dlrover_latest.txt is missing. The newest complete checkpoint is used: step 2"),
+        (
+            TRACKER,
+            "",
+            NEW,
+            "must contain the number of a step (found b''). Write the step to restore into it. The newest complete",
+        ),
+        (TRACKER, "\u2028 -7", NEW, "The newest complete checkpoint is used: step 2"),
+        (TRACKER, "9" * 5000, NEW, "The newest complete checkpoint is used: step 2"),
         (MANIFEST, None, OLD, "step 2 in {} is not complete"),
         (MANIFEST, "{ damaged", OLD, "step 2 in {} is not complete"),
-        (str(NEW), None, OLD, "The next older complete one counts: step 1"),
+        (str(NEW), None, OLD, "The next older complete checkpoint is used: step 1"),
     ],
 )
 def test_a_beginning_is_an_empty_directory(
@@ -213,9 +218,7 @@ def test_a_directory_of_damaged_checkpoints_only_is_an_error(
     lose(tmp_path / "checkpoints" / MANIFEST, content)
     if not has_tracker:
         lose(tmp_path / "checkpoints" / TRACKER)
-    with pytest.raises(
-        DLRoverError, match=r"holds damaged checkpoints only\. The manifest is missing or damaged in: 2"
-    ):
+    with pytest.raises(DLRoverError, match=r"are damaged\. The manifest is missing or damaged in: 2"):
         make().load_checkpoint()
 
 
@@ -244,8 +247,8 @@ def test_when_everything_is_damaged_there_is_an_error_and_no_state(make: Make, t
     checkpointer.close()
     file = tmp_path / "checkpoints" / str(NEW) / "rank_0.pt"
     flip(file, file.stat().st_size // 2, 1)
-    with pytest.raises(DLRoverError, match="none can be restored"):
+    with pytest.raises(DLRoverError, match="can be restored on all ranks"):
         make().load_checkpoint()
     os.unlink(file)
-    with pytest.raises(DLRoverError, match="none can be restored"):
+    with pytest.raises(DLRoverError, match="can be restored on all ranks"):
         make().load_checkpoint()

@@ -52,7 +52,7 @@ def test_two_ranks_save_and_load_through_both_front_ends(run):
 
 
 def test_without_megatron_the_error_says_where_to_get_it():
-    with pytest.raises(ImportError, match="put a clone of its repository into PYTHONPATH"):
+    with pytest.raises(ImportError, match="Put a clone of Megatron-LM's repository into PYTHONPATH"):
         megatron.find_megatron()
 
 

@@ -78,7 +78,7 @@ def test_the_full_engine_of_the_original(tmp_path):
         assert engine.save_to_storage(9, {"model_states": {"step": 9}}, paths, blocking=True)
         assert engine.wait_latest_checkpoint(30)
         assert torch.load(paths["model_states"]) == engine.load(paths["model_states"]) == {"step": 9}
-        with pytest.raises(ValueError, match="belong into one directory"):
+        with pytest.raises(ValueError, match="must have the same directory"):
             engine.save_to_memory(1, {"a": {}, "b": {}}, {"a": f"{tmp_path}/c/1/a", "b": f"{tmp_path}/c/2/b"})
     finally:
         engine.close()
