@@ -196,6 +196,24 @@ class Lease(Struct, frozen=True):
     spec: LeaseSpec = LeaseSpec()
 
 
+class ObjectReference(Struct, frozen=True):
+    kind: str = ""
+    namespace: str = ""
+    name: str = ""
+    uid: str = ""
+
+
+class ClusterEvent(Struct, frozen=True, kw_only=True, rename="camel"):
+    """An Event of Kubernetes: a sentence about another object, kept for an hour."""
+
+    metadata: Metadata
+    involved_object: ObjectReference = ObjectReference()
+    type: str = ""
+    reason: str = ""
+    message: str = ""
+    count: int = 0
+
+
 class StatusCause(Struct, frozen=True):
     reason: str = ""
     message: str = ""
