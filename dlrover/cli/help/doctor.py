@@ -41,6 +41,7 @@ _REMEDIES = {
     "linux kernel": "Use Linux with a kernel of version 5.4 or newer.",
     "pidfd": "The agent notices ended workers by SIGCHLD instead.",
     "/dev/shm": "Set DLROVER_SNAPSHOT_DIR to a directory in memory, or snapshots cost disk time.",
+    "streaming copy": "Saves to memory take up to twice as long. Install a C compiler, then install dlrover again.",
     "cgroup": "A worker that the kernel kills for its memory looks like any other killed worker.",
     "accelerators": "Workers train on the CPU.",
     "py-spy": "Stacks of hanging workers show Python frames only. Install the extra `stacks`.",
