@@ -14,7 +14,7 @@ setup: $(STAMP) ## create .venv with everything the other targets need; LOCKED=1
 
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-$(STAMP): pyproject.toml constraints.txt constraints.locked.txt
+$(STAMP): pyproject.toml constraints.txt constraints.locked.txt dlrover/snapshot/copy/streaming.c
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Python 3.11 or newer is needed, {v.major}.{v.minor} found; set PYTHON=/path/to/python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (PyTorch included; a few minutes the first time)"
@@ -266,9 +266,10 @@ reference: $(STAMP) ## write the generated pages of docs/reference anew: command
 	$(BIN)/python -m tools.reference
 	$(BIN)/python -m tools.error_codes
 
-packages: $(STAMP) ## the wheel and the sdist, in dist/
+packages: $(STAMP) ## the sdist and two wheels, in dist/: one that runs everywhere, one with the compiled copy loop
 	@rm -rf dist
 	$(BIN)/python -m hatchling build
+	CC=false $(BIN)/python -m hatchling build -t wheel
 
 licences: $(STAMP) ## write the licences of all pinned packages to docs/reference/licences.md
 	$(BIN)/python tools/dependencies.py licences

@@ -37,6 +37,8 @@ from peers import Launcher, Leftovers, PeerUnavailableError, dlrover_061, ours, 
 from process_tree import end
 from rounds import measuring, run_rounds
 
+from dlrover.snapshot.copy.copying import Copier
+
 HERE = Path(__file__).resolve().parent
 WORKER, LIMITS_SCRIPT = HERE / "checkpoint_worker.py", HERE / "checkpoint_limits.py"
 GIGABYTE = 10**9
@@ -312,10 +314,13 @@ def report_of_file(path: Path, interval: float) -> str:
 
 def machine_line(num_rounds: int) -> str:
     rounds = f"{num_rounds} round{'s' if num_rounds != 1 else ''}"
+    copier = Copier(1)
+    loop = "copy loop compiled" if copier.is_streaming else "copy loop NOT compiled (python -m tools.build_hook)"
+    copier.close()
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
-        f"Python {platform.python_version()}, {rounds}"
+        f"Python {platform.python_version()}, {loop}, {rounds}"
     )
 
 

@@ -36,6 +36,7 @@ MODULES = (
     (f"{FRONT_ENDS}.megatron_sharded", "Checkpoints of Megatron-Core"),
     (f"{FRONT_ENDS}.hf_trainer", "Checkpoints of the Trainer of transformers"),
     ("dlrover.trainer.torch.transformers_callback", "A callback for the Trainer of transformers"),
+    ("dlrover.trainer.torch.lightning_callback", "A callback for the Trainer of Lightning"),
     ("dlrover.trainer.events", "Events of training scripts"),
     ("dlrover.unified", "Multi-role jobs on Ray"),
 )

@@ -28,7 +28,7 @@ VALUES = {"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "PORT", "PATH", "PET_
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="written with Python 3.11: argparse of others differs")
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_made_from_the_code_says_what_the_code_says(name: str) -> None:
-    for extra in ("torch", "transformers", "deepspeed"):
+    for extra in ("torch", "transformers", "deepspeed", "lightning"):
         pytest.importorskip(extra)
     assert (FOLDER / name).read_text() == PAGES[name](), "run `make reference`"
 

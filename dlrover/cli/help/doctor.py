@@ -41,6 +41,7 @@ _REMEDIES = {
     "linux kernel": "Use Linux with a kernel of version 5.4 or newer.",
     "pidfd": "Nothing: the agent then notices ended workers by SIGCHLD.",
     "/dev/shm": "Set DLROVER_SNAPSHOT_DIR to a directory in memory. Snapshots on a disk are slower.",
+    "streaming copy": "Saves to memory take up to twice as long. Install a C compiler, then install dlrover again.",
     "cgroup": "Reports cannot tell a worker that was killed for lack of memory from another killed worker.",
     "accelerators": "Workers train on the CPU.",
     "py-spy": "Stacks of hanging workers show Python frames only. Install the extra `stacks`.",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import NamedTuple
 
+from dlrover.snapshot.copy.copying import Copier
+
 
 class EnvFinding(NamedTuple):
     name: str
@@ -53,6 +55,7 @@ def look() -> Iterator[EnvFinding]:
     yield _package("psutil", "the node check: which device memory is in use", is_essential=True)
     yield _package("numpy", "most training scripts")
     yield from _shared_memory()
+    yield _streaming_copy()
     yield _cgroup()
     yield _devices()
     yield _package("aiohttp", "jobs on Kubernetes: master and operator (extra: k8s)")
@@ -73,6 +76,13 @@ def _package(name: str, needed_for: str, *, is_essential: bool = False) -> EnvFi
     return EnvFinding(
         name, is_there, version if is_there else f"{version}, but not importable", needed_for, is_essential
     )
+
+
+def _streaming_copy() -> EnvFinding:
+    copier = Copier(1)
+    is_there = copier.is_streaming
+    copier.close()
+    return EnvFinding("streaming copy", is_there, "yes" if is_there else "no", "saves to memory at full speed")
 
 
 def _shared_memory() -> Iterator[EnvFinding]:

@@ -18,10 +18,11 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 from dlrover.host.edges import handed_over
-from dlrover.snapshot.copy.streaming import LINE_BYTES, Stream, load_streaming_copy
+from dlrover.snapshot.copy.streaming import BUILT_LIBRARY, LINE_BYTES, Stream, load_streaming_copy
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Unit of work of a thread. Measured: 1 to 64 MiB make no difference, below that fetching work begins to count."""
@@ -56,12 +57,12 @@ class Blocks:
 
 
 class Copier:
-    """Threads that copy spans, for one user at a time; `close` ends them."""
+    """Threads that copy spans, for one user at a time; `close` ends them. `library`: of the loop; None copies without it."""
 
-    def __init__(self, num_threads: int | None = None, *, streaming: bool = True) -> None:
+    def __init__(self, num_threads: int | None = None, *, library: Path | None = BUILT_LIBRARY) -> None:
         available = len(os.sched_getaffinity(0)) if num_threads is None else num_threads
         self.num_threads = max(1, min(MAX_THREADS, available))
-        self._stream = load_streaming_copy() if streaming else None
+        self._stream = None if library is None else load_streaming_copy(library)
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="dlrover-copy")
         self._pid = os.getpid()
 

@@ -11,17 +11,16 @@ below in two threads (2-core EPYC). With eight other programs on the machine, te
 It takes its work itself: threads that share a list of blocks and a counter fetch the next block without the interpreter, whose lock they would
 otherwise need between any two tensors, and which the training thread, busy with Python, may keep for 5 ms each time.
 
-No library that Python can call offers this, so the loop is given as machine code: 64 bytes per turn, instructions that every x86-64
-processor has, in a page that is read-only once it holds them. Where it cannot run (another processor, a kernel that forbids
-executable memory), or does not copy what it should in a trial, `ctypes.memmove` takes its place: same result, slower.
+No library that Python can call offers this, so the loop is C source beside this module, `streaming.c`. The package's build compiles it, where there is
+a compiler, into a library that needs no header and no version of Python (`tools/build_hook.py`); `python -m tools.build_hook` does so by hand. Where no
+library was built or it does not fit this machine, or does not copy what it should in a trial, `ctypes.memmove` takes its place: same result, slower.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import platform
 from collections.abc import Callable
+from pathlib import Path
 
 Stream = Callable[[int, int, int], int]
 """
@@ -31,65 +30,17 @@ left, without the interpreter lock, and says how many this call has copied.
 
 LINE_BYTES = 64
 
-_LOOP = bytes.fromhex(
-    "4989f8"  # mov r8, rdi               the blocks
-    "4989f1"  # mov r9, rsi               how many
-    "4531d2"  # xor r10d, r10d            how many of them by us
-    # next:
-    "b801000000"  # mov eax, 1
-    "f0480fc102"  # lock xadd [rdx], rax  the number of our next block; no other thread gets it
-    "4c39c8"  # cmp rax, r9
-    "735d"  # jae done
-    "488d0440"  # lea rax, [rax+rax*2]
-    "498d04c0"  # lea rax, [r8+rax*8]     a block has 24 bytes
-    "488b38"  # mov rdi, [rax]
-    "488b7008"  # mov rsi, [rax+8]
-    "488b4810"  # mov rcx, [rax+16]
-    "49ffc2"  # inc r10
-    "4889f8"  # mov rax, rdi
-    "4809c8"  # or rax, rcx
-    "a83f"  # test al, 63                 whole lines to an aligned place? There is at least one, then
-    "7539"  # jnz bytes
-    # line:
-    "0f188600020000"  # prefetchnta [rsi+512]
-    "0f1006"  # movups xmm0, [rsi]
-    "0f104e10"  # movups xmm1, [rsi+16]
-    "0f105620"  # movups xmm2, [rsi+32]
-    "0f105e30"  # movups xmm3, [rsi+48]
-    "660fe707"  # movntdq [rdi], xmm0
-    "660fe74f10"  # movntdq [rdi+16], xmm1
-    "660fe75720"  # movntdq [rdi+32], xmm2
-    "660fe75f30"  # movntdq [rdi+48], xmm3
-    "4883c640"  # add rsi, 64
-    "4883c740"  # add rdi, 64
-    "4883e940"  # sub rcx, 64
-    "75c9"  # jnz line
-    "eb98"  # jmp next
-    # bytes:
-    "f3a4"  # rep movsb                   anything else: small, and through the cache
-    "eb94"  # jmp next
-    # done:
-    "0faef8"  # sfence                    what follows (the state word) is seen after all of this
-    "4c89d0"  # mov rax, r10
-    "c3"  # ret
-)
+BUILT_LIBRARY = Path(__file__).with_name("_streaming.so")
+"""Where the build puts it; it need not be there."""
 
 
-def load_streaming_copy() -> Stream | None:
+def load_streaming_copy(library: Path = BUILT_LIBRARY) -> Stream | None:
     """The loop, tried out, or None where it cannot run. A block of no bytes is not allowed."""
-    if platform.machine() != "x86_64":
-        return None
     try:
-        code = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError:
+        loop = ctypes.CDLL(str(library)).dlrover_stream_blocks
+    except (OSError, AttributeError):  # none was built, or one for another machine
         return None
-    code.write(_LOOP)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(code))
-    protection = mmap.PROT_READ | mmap.PROT_EXEC
-    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), protection) != 0:
-        return None
-    loop = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)(address)
-    loop.code = code  # type: ignore[attr-defined]  # the mapping lives as long as the function
+    loop.argtypes, loop.restype = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p), ctypes.c_uint64
     return loop if _copies_right(loop) else None
 
 

@@ -33,7 +33,7 @@ class GatedCopier(Copier):
     """Copies large blocks only while its gate is open."""
 
     def __init__(self) -> None:
-        super().__init__(2, streaming=False)  # the loop asks nobody between two blocks
+        super().__init__(2, library=None)  # the loop asks nobody between two blocks
         self.gate = threading.Event()
         self.gate.set()
 
