@@ -63,7 +63,7 @@ class EnsembleJournal:
         try:
             machine = EnsembleMachine() if snapshot is None else EnsembleMachine.decode(snapshot)
         except msgspec.MsgspecError as error:
-            raise JournalCorrupt(f"The snapshot cannot be read: {error}") from error
+            raise JournalCorrupt(f"The conductor's stored state cannot be read: {error}") from error
         for _ in walk_records(machine, records, _RECORD.decode):
             pass
         return machine

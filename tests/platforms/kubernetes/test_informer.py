@@ -189,7 +189,7 @@ async def test_while_the_server_fails_nothing_is_gone_and_one_line_is_logged(cap
         assert watcher.informer.trouble is None
         await until(lambda: len(caplog.records) >= 2)
     assert [(each.levelname, each.getMessage().split(":")[0]) for each in caplog.records] == [
-        ("WARNING", "the view of the cluster is out of date resource=pods"),
+        ("WARNING", "the view of the cluster is out of date and is read again resource=pods"),
         ("INFO", "informer current resource=pods"),
     ]
 
