@@ -76,7 +76,7 @@ def check_entry(entry: EntryPoint, role: str, *, working_dir: str = "") -> None:
         )
     if source and not _defines(source, entry.attribute):
         raise ConfigError(
-            f"Role {role}: {source} defines no {entry.attribute}, which the entry point {entry.text} names."
+            f"Role {role}: the entry point {entry.text} names {entry.attribute}, but {source} does not define it."
         )
 
 

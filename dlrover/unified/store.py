@@ -80,7 +80,7 @@ class EnsembleJournal:
         try:
             machine = EnsembleMachine.decode(snapshot) if snapshot else EnsembleMachine()
         except msgspec.MsgspecError as error:
-            raise JournalCorrupt(f"The snapshot cannot be read: {error}") from error
+            raise JournalCorrupt(f"The conductor's stored state cannot be read: {error}") from error
         if snapshot and machine.state.decision_version == ENSEMBLE_DECISIONS:
             for _ in walk_records(machine, records, _RECORD.decode):
                 pass

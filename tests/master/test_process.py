@@ -464,7 +464,7 @@ async def test_a_hang_that_was_found_while_the_disk_was_full_is_acted_upon_after
         tell(agent, progress(ranks[agent], is_stalled=True))
     await answer_that_one_is_stopped(agents, ranks)
     async with asyncio.timeout(20):
-        while "a finding was rejected finding=HangFound" not in master.log():
+        while "the job rejected a finding of the diagnosis finding=HangFound" not in master.log():
             await status_of(master.address)
     filler.unlink()
     await answer_that_one_is_stopped(agents, ranks)

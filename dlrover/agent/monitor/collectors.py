@@ -138,7 +138,7 @@ def _checked(answer: object) -> tuple[dict[str, float], str]:
     if isinstance(answer, str):
         return {}, answer[-MAX_SAMPLE_TEXT:]
     if not isinstance(answer, Mapping):
-        raise TypeError(f"{type(answer).__name__} is neither text nor a dictionary of numbers")
+        raise TypeError(f"collect() must return a dictionary of numbers, a text or None (got {type(answer).__name__})")
     numbers: dict[str, float] = {}
     for series, value in answer.items():
         if len(numbers) < MAX_SERIES and isinstance(value, int | float) and math.isfinite(value):
@@ -148,7 +148,12 @@ def _checked(answer: object) -> tuple[dict[str, float], str]:
 
 def _interval(collector: Any, shortest: float) -> float:
     def tell(error: Exception) -> None:
-        log.warning("The interval of a collector is set to %g s: %s: %s", USUAL_INTERVAL, type(error).__name__, error)
+        log.warning(
+            "A collector's interval cannot be read, so it runs every %g s: %s: %s",
+            USUAL_INTERVAL,
+            type(error).__name__,
+            error,
+        )
 
     interval: Any = attempt(lambda: getattr(collector, "interval", None), tell)  # a property of the user's
     is_number = isinstance(interval, int | float) and math.isfinite(interval)

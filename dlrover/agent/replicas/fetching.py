@@ -134,7 +134,7 @@ class SnapshotFetch:
                     self._receive(connection, edition, shard)
                 return
             except (OSError, DLRoverError) as error:
-                log.warning("shard %d of step %d from %s: %s", shard, edition.step, address, error)
+                log.warning("shard %d of step %d could not be fetched from %s: %s", shard, edition.step, address, error)
                 trouble = error
         if not edition.is_computable(shard):
             raise trouble

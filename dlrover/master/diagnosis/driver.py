@@ -230,7 +230,7 @@ class WatchDriver:
             return
         error = answer.exception()
         if isinstance(error, DLRoverError):
-            log.info("a finding was rejected finding=%s reason=%s", type(command).__name__, error)
+            log.info("the job rejected a finding of the diagnosis finding=%s reason=%s", type(command).__name__, error)
         elif error is not None:
             raise error
         if isinstance(command, HangFound | FaultFound):

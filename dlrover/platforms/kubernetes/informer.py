@@ -322,7 +322,11 @@ class Informer(Generic[T]):
         self._trouble = trouble
         if self._failures >= WORTH_A_LINE and not self._is_logged:
             self._is_logged = True
-            log.warning("the view of the cluster is out of date resource=%s: %s", self._resource.plural, trouble)
+            log.warning(
+                "the view of the cluster is out of date and is read again resource=%s: %s",
+                self._resource.plural,
+                trouble,
+            )
         longest = min(self._timing.first_delay * 2.0 ** min(self._failures - 1, 30), self._timing.longest_delay)
         return longest * random.uniform(0.5, 1.0)
 

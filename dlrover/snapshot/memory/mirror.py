@@ -78,17 +78,17 @@ def next_generation(home: Path, shard: int) -> int:
 def read_transfer(record: bytes, sums: bytes, geometry: Geometry) -> tuple[SlotRecord, Sums]:
     """What the sender says of its slot, checked against the checksums that stand beside it. Raises Corrupt."""
     if not 1 <= geometry.num_slots <= MAX_SLOTS or min(geometry.meta_bytes, geometry.data_bytes) < 1:
-        raise Corrupt("The sender's segment has a size or shape that cannot exist.")
+        raise Corrupt("The snapshot from another node is damaged: its segment has a size or shape that cannot exist.")
     try:
         generation = int.from_bytes(record[:8], "little")
         found = decode_record(make_word(SlotState.COMPLETE, generation), record, geometry)
         values = None if found is None else decode_sums(sums, found.generation)
     except (struct.error, ValueError) as error:
-        raise Corrupt(f"The sender's record cannot be read: {error}.") from error
+        raise Corrupt(f"The snapshot from another node is damaged: its record cannot be read: {error}.") from error
     if found is None:
-        raise Corrupt("The record of the slot does not match its checksum.")
+        raise Corrupt("The snapshot from another node is damaged: its record does not match its checksum.")
     if values is None or len(values.values) != -(-found.data_length // CHUNK_BYTES):
-        raise Corrupt("The checksums of the slot are incomplete.")
+        raise Corrupt("The snapshot from another node is damaged: its checksums are incomplete.")
     return found, values
 
 

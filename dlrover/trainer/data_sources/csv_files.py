@@ -50,7 +50,7 @@ class CsvSource:
         self._check_heads(files, heads, names)
         unknown = [name for name in (*columns, *(types or {})) if name not in names]
         if unknown:
-            raise ConfigError(f"{files[0]} has no column {unknown[0]!r}; it has {', '.join(names)}.")
+            raise ConfigError(f"{files[0]} has no column {unknown[0]!r}. Its columns are {', '.join(names)}.")
         wanted = list(columns or names)
         whole = [row for row in sample if len(row) == len(names)]  # others are named when they are read
         guessed = {name: _guess([row[names.index(name)] for row in whole]) for name in wanted}
@@ -84,7 +84,8 @@ class CsvSource:
         for path, (found, sample, _) in zip(files, heads, strict=True):
             if found and found != heads[0][0]:
                 raise SourceError(
-                    f"{path} has the columns {', '.join(found)}, but {files[0]} has {', '.join(heads[0][0])}."
+                    f"{path} has the columns {', '.join(found)}, but {files[0]} has {', '.join(heads[0][0])}. "
+                    "Give files with the same columns."
                 )
             if not sample:
                 raise SourceError(f"{path} has a header and no records. Leave the file out.")

@@ -68,7 +68,7 @@ class _ParquetFile:
         names = opened.schema_arrow.names
         unknown = [name for name in columns if name not in names]
         if unknown:
-            raise ConfigError(f"{path} has no column {unknown[0]!r}; it has {', '.join(names)}.")
+            raise ConfigError(f"{path} has no column {unknown[0]!r}. Its columns are {', '.join(names)}.")
         self.columns = columns or list(names)
         sizes = [opened.metadata.row_group(number).num_rows for number in range(opened.metadata.num_row_groups)]
         self.largest = max(sizes, default=0)

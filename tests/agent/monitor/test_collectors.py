@@ -180,7 +180,7 @@ async def test_users_own_are_asked_apart_from_each_other_and_what_they_raise_is_
     assert [each.trouble for each in of("lost")] == ["RuntimeError: GPU is lost"]
     assert [each.trouble for each in of("leaving")] == ["RuntimeError: SystemExit: 3"]
     assert [each.trouble for each in of("leaving async")] == ["RuntimeError: SystemExit: 3"]
-    assert "neither text" in of("wrong")[0].trouble
+    assert "must return a dictionary" in of("wrong")[0].trouble
     assert of("nothing") == []
     assert of("moody")[0].numbers == {"a": 1.0}
     assert of("old")[0].text == "one\ntwo"

@@ -146,7 +146,7 @@ class DyingMaster(Master):
             self._is_armed = False
         if isinstance(command, MigrateNode):
             if command.node in self.exchanged:  # the core's own sentence
-                raise Rejected(f"worker {command.node} is being replaced already.", code=ErrorCode.BAD_MIGRATION)
+                raise Rejected(f"worker {command.node} is being exchanged already.", code=ErrorCode.BAD_MIGRATION)
             self.exchanged.add(command.node)
         await super().ask(command)
 

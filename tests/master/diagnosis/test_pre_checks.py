@@ -101,7 +101,7 @@ async def test_training_begins_when_all_have_passed_and_broken_or_bypassed_ones_
     ]
     assert "no such luck" in status.pre_check.results[0].message
     assert {"pre_check_error", "pre_check_pass"} <= await event_names(master)
-    assert "pre-check no.such::One is left out" in master.log()
+    assert "pre-check no.such::One is not used" in master.log()
 
 
 async def test_an_operator_may_end_the_job(

@@ -99,7 +99,7 @@ class TestRoom:
         room = LongPolls(max_waiting=2)
         room.sit(question(), ("x",))
         room.sit(question(), ("y",))
-        with pytest.raises(Rejected, match="2 questions wait") as refused:
+        with pytest.raises(Rejected, match="2 questions already wait") as refused:
             room.sit(question(), ("x",))
         assert refused.value.code == "too-many-waiting"
         assert len(room.clear()) == 2

@@ -339,7 +339,7 @@ def test_a_failed_pod_without_any_explanation_failed_for_an_unknown_reason():
     assert said(seen(pod({"phase": "Failed"}))) == (
         NodePhase.FAILED,
         NodeExit.UNKNOWN,
-        "ended without a container status",
+        "it ended without a container status",
     )
 
 

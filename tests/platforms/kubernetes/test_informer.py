@@ -189,7 +189,7 @@ async def test_while_the_server_fails_nothing_is_gone_and_one_line_is_logged(cap
         assert watcher.informer.trouble is None
         await until(lambda: len(caplog.records) >= 2)
     assert [(each.levelname, each.getMessage().split(":")[0]) for each in caplog.records] == [
-        ("WARNING", "the view of the cluster is out of date resource=pods"),
+        ("WARNING", "the view of the cluster is out of date and is read again resource=pods"),
         ("INFO", "informer current resource=pods"),
     ]
 
@@ -197,7 +197,7 @@ async def test_while_the_server_fails_nothing_is_gone_and_one_line_is_logged(cap
 async def test_a_server_that_only_fails_is_named_and_asked_ever_more_rarely() -> None:
     async with watching(page_of_html(), timing=InformerTiming(first_delay=0.02, longest_delay=0.32)) as watcher:
         await until(lambda: len(watcher.server.times) >= 8)
-        with pytest.raises(Unavailable, match=r"No list of pods within 0\.1 s.*Please sign in"):
+        with pytest.raises(Unavailable, match=r"No list of pods arrived within 0\.1 s.*Please sign in"):
             await watcher.informer.listed(timeout=0.1)
         assert watcher.informer.trouble is not None
         assert "Please sign in" in watcher.informer.trouble
@@ -261,7 +261,7 @@ async def test_a_pod_that_does_not_decode_is_shown_as_unknown_and_logged_once(ca
             "changed odd:Running",
             "deleted odd:Unknown",
         )
-    lines = [each.getMessage() for each in caplog.records if "unreadable" in each.getMessage()]
+    lines = [each.getMessage() for each in caplog.records if "object cannot be read" in each.getMessage()]
     assert len(lines) == 2
     assert "name=odd" in lines[0]
     assert "$.status.phase" in lines[0]

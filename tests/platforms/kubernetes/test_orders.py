@@ -165,6 +165,6 @@ def test_only_the_refusal_of_an_exchange_that_is_under_way_says_that_it_is_being
     exchange = MigrateNode(node=PlatformId(1), resource=Resource())
     refusals = [line for line in SAID_BY_THE_CORE.splitlines() if line.startswith("! bad-migration")]
     done = [refusal for refusal in refusals if orders.is_being_done(exchange, Rejected(refusal))]
-    assert done == ["! bad-migration: worker 1 (a-job-worker-1) is being replaced already."]
+    assert done == ["! bad-migration: worker 1 (a-job-worker-1) is being exchanged already."]
     assert len(refusals) > 1
     assert not orders.is_being_done(ScaleTo(nodes=4), Rejected(done[0]))

@@ -122,7 +122,7 @@ def plan_of(plan: PlanObject, job: ElasticJob, strategy: Strategy) -> PlanComman
 
 def is_being_done(command: OrderCommand, refusal: Rejected) -> bool:
     """Whether the job refuses an exchange because it is under way. Numbers are absolute: the job takes them again."""
-    return isinstance(command, MigrateNode) and "is being replaced already" in str(refusal)
+    return isinstance(command, MigrateNode) and "is being exchanged already" in str(refusal)
 
 
 def _resize(node_type: NodeType, count: int, strategy: Strategy) -> OrderCommand:

@@ -188,13 +188,13 @@ class _Nothing:
         self.directory = directory
 
     def open(self, wanted: Any) -> None:
-        raise FileNotFoundError(f"There is no checkpoint in {self.directory}.")
+        raise FileNotFoundError(f"There is no checkpoint in {self.directory}. Give the directory of a checkpoint.")
 
     def tensor(self, index: MetadataIndex) -> torch.Tensor:
-        raise FileNotFoundError(f"There is no checkpoint in {self.directory}.")
+        raise FileNotFoundError(f"There is no checkpoint in {self.directory}. Give the directory of a checkpoint.")
 
     def content(self, index: MetadataIndex) -> bytes:
-        raise FileNotFoundError(f"There is no checkpoint in {self.directory}.")
+        raise FileNotFoundError(f"There is no checkpoint in {self.directory}. Give the directory of a checkpoint.")
 
     def close(self) -> None:
         """Nothing is open."""

@@ -188,7 +188,7 @@ def _compute(accelerator: Accelerator, settings: CheckSettings) -> float:
         product = left @ right
     compute_ms = accelerator.elapsed_ms(start, accelerator.mark())
     if not bool(torch.isfinite(product).all()):
-        raise ArithmeticError("the product of finite matrices is not finite")
+        raise ArithmeticError("the device computed a wrong result: the product of finite matrices is not finite")
     _inject(settings, FaultKind.COMPUTE)
     if settings.faults.delay:
         time.sleep(settings.faults.delay)

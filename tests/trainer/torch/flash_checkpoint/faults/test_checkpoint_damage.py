@@ -181,8 +181,8 @@ MANIFEST = f"{NEW}/.dlrover/manifest.json"
         ),
         (TRACKER, "\u2028 -7", NEW, "The newest complete checkpoint is used: step 2"),
         (TRACKER, "9" * 5000, NEW, "The newest complete checkpoint is used: step 2"),
-        (MANIFEST, None, OLD, "step 2 in {} is not complete"),
-        (MANIFEST, "{ damaged", OLD, "step 2 in {} is not complete"),
+        (MANIFEST, None, OLD, "step 2 in {} is incomplete"),
+        (MANIFEST, "{ damaged", OLD, "step 2 in {} is incomplete"),
         (str(NEW), None, OLD, "The next older complete checkpoint is used: step 1"),
     ],
 )
@@ -228,7 +228,7 @@ def test_checkpoints_of_others_without_a_tracker_are_told(
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
     torch.save(state_of(5), tmp_path / "checkpoints" / "5" / "rank_0.pt")
     assert make().load_checkpoint() == {}
-    assert "Steps [5], which other software wrote, are not restored" in caplog.text
+    assert "steps [5], which other software wrote, are not restored" in caplog.text
 
 
 def lose(path: Path, content: str | None = None) -> None:

@@ -91,7 +91,7 @@ def test_failing_storage_is_told_once_and_costs_only_what_it_could_not_take(
         errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
         assert len(errors) == 1, errors
         assert os.strerror(number) in errors[0]
-        assert "Training goes on" in errors[0]
+        assert "Training continues" in errors[0]
         assert_same(checkpointer.load_checkpoint(), state_of(3))  # in memory nothing is missing
     assert latest_step(storage_for(directory), directory) == 1
     assert_same(make(directory).load_checkpoint(), state_of(1))
