@@ -97,9 +97,9 @@ class ClusterMonitor:
         match sight:
             case ObjectsListed(objects=pods):
                 there = {pod.metadata.uid for pod in pods}
-                for uid, seen in {**self._told, **self._waiting}.items():
+                for uid, former in {**self._told, **self._waiting}.items():
                     if uid not in there:
-                        self._wait_with(gone(seen))
+                        self._wait_with(gone(former))
                 for pod in pods:
                     self._note_pod(pod)
             case ObjectChanged(object=pod):

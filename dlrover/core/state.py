@@ -28,7 +28,7 @@ from dlrover.protocol.error_codes import ErrorCode
 from dlrover.protocol.errors import Rejected
 from dlrover.protocol.messages.job import Detection, JobEnd, JobTerms, Limits, Micros, Stage
 
-DECISION_VERSION = 21
+DECISION_VERSION = 22
 """Grows when the same commands would lead to another state: then only the snapshots of a journal can be used."""
 
 

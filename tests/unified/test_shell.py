@@ -198,7 +198,7 @@ async def test_a_conductor_of_an_upgraded_package_goes_on_and_one_that_cannot_re
         left = Registry().result("job")
         assert left is not None
         assert left.exit_code == 1
-        assert left.report.startswith("The conductor cannot go on. The snapshot cannot be read: ")
+        assert left.report.startswith("The conductor cannot go on. The conductor's stored state cannot be read: ")
         Registry().forget_result("job")
 
 
