@@ -109,7 +109,7 @@ class Campaign:
             forget(self._packages)
             os.write(pipe, msgspec.msgpack.encode(lines_at_import(modules, self._folder)))
 
-        ((_, told, _),) = _forked([import_again], 1, limit=None)
+        ((_, told, _),) = forked([import_again], 1, limit=None)
         self._imported = msgspec.msgpack.decode(told, type=dict[str, list[int]])
         self._measure(checks)
         gc.collect()
@@ -120,7 +120,7 @@ class Campaign:
             return lambda pipe: self._try(checks, mutant, pipe)
 
         ends_at = None if self._minutes is None else time.monotonic() + 60 * self._minutes
-        for index, told, seconds in _forked([work(mutant) for mutant in mutants], self._workers, ends_at=ends_at):
+        for index, told, seconds in forked([work(mutant) for mutant in mutants], self._workers, ends_at=ends_at):
             catch = msgspec.json.decode(told, type=Catch | None)
             result = Result.of(mutants[index], catch, round(seconds, 2))
             os.write(writer, result.line().encode())
@@ -142,7 +142,7 @@ class Campaign:
 
             return measured
 
-        for _, told, _ in _forked([work(part) for part in parts], self._workers, limit=None):
+        for _, told, _ in forked([work(part) for part in parts], self._workers, limit=None):
             self._measured += msgspec.msgpack.decode(told, type=list[Check])
             self._remember()
         for check in self._measured:
@@ -226,7 +226,7 @@ class Campaign:
             tell(None)
 
 
-def _forked(
+def forked(
     works: list[Callable[[int], None]],
     at_a_time: int,
     *,

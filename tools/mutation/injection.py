@@ -40,18 +40,18 @@ def living_functions(root: Path) -> dict[Place, list[FunctionType]]:
 def replace_function(mutant: Mutant, root: Path, living: dict[Place, list[FunctionType]]) -> None:
     code = next(
         each
-        for each in _codes(mutant.compile(root))
+        for each in codes_in(mutant.compile(root))
         if each.co_qualname == mutant.function and each.co_firstlineno == mutant.first_line
     )
     for function in living[str(root / mutant.path), mutant.function, mutant.first_line]:
         function.__code__ = code
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield each
-            yield from _codes(each)
+            yield from codes_in(each)
 
 
 def import_anew(mutant: Mutant, root: Path, packages: tuple[str, ...]) -> None:
