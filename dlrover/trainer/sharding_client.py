@@ -211,12 +211,12 @@ class ShardingClient:
 
     def get_current_epoch(self) -> int:
         """0-based; of the shards that are given out now."""
-        return self._feed.state().epoch
+        return self._feed.books.state().epoch
 
     def get_shard_checkpoint(self, step: int = NO_STEP) -> str:
         """What a model of this step has still to read, as text; by default of the newest, what is being read counted as unread."""
         self._feed.flush()
-        return self._feed.checkpoint(step)
+        return self._feed.books.checkpoint(step)
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
@@ -234,7 +234,7 @@ class ShardingClient:
 
     def restore_books(self, checkpoint: str) -> None:
         """Within `going_back`. Raises Rejected if the text cannot be used."""
-        self._feed.restore_books(checkpoint)
+        self._feed.books.restore(checkpoint)
 
     def restore_shard_from_checkpoint(self, checkpoint: str) -> bool:
         """
@@ -259,7 +259,7 @@ class ShardingClient:
         world_size = int(os.environ.get("WORLD_SIZE", "0"))
         if world_size <= 0:
             return
-        state = self._feed.state()
+        state = self._feed.books.state()
         if self._spec.storage is StorageKind.STREAM:
             num_left = state.num_shards * max(1, self._spec.num_epochs)
         else:

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -80,6 +80,84 @@ class PodOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The master may mark machines as unschedulable."""
 
 
+class _JobStatus:
+    """What the master writes into the status of its ElasticJob, in fields that the operator leaves alone."""
+
+    def __init__(self, api: ClusterApi, job: PodJob) -> None:
+        self._api = api
+        self._job = job
+        self._cordoned: list[str] = []
+        """Machines that this master has named."""
+
+    async def show(self, glance: JobGlance) -> None:
+        status: JsonObject = {"round": glance.round, "goodput": f"{glance.goodput:.2f}"}
+        if glance.last_step is not None:
+            status["lastStep"] = glance.last_step
+        answer = await self._write(status, FIELD_MANAGER)
+        if not isinstance(answer, FoundObject):
+            raise Unavailable(f"The status of {self._job.name} cannot be written: {answer.message}")
+
+    async def cordon(self, host: str) -> None:
+        """
+        A master has no right to machines: it names this one in the status of its job, and the operator marks it.
+
+        A machine that cannot be named is only worth a line: the removal counts.
+        """
+        if host not in self._cordoned:
+            self._cordoned.append(host)
+        try:
+            answer = await self._write({"cordonHosts": self._cordoned}, f"{FIELD_MANAGER}-hosts")
+        except Unavailable as error:
+            log.warning("machine not cordoned host=%s reason=%s", host, error)
+            return
+        if not isinstance(answer, FoundObject):
+            log.warning("machine not cordoned host=%s reason=%s", host, answer.message)
+
+    async def _write(self, status: JsonObject, manager: str) -> ObjectAnswer:
+        """A manager owns what it wrote last, and what it leaves out then is removed: so each part has its own."""
+        body = {
+            "apiVersion": ELASTIC_JOBS.api_version,
+            "kind": ELASTIC_JOBS.kind,
+            # The uid makes the API server refuse it for a newer job of this name.
+            "metadata": {"name": self._job.name, "namespace": self._job.namespace, "uid": self._job.uid},
+            "status": status,
+        }
+        return await self._api.patch(
+            ELASTIC_JOBS,
+            self._job.name,
+            body,
+            namespace=self._job.namespace,
+            kind=PatchKind.APPLY,
+            subresource="status",
+            field_manager=manager,
+            force=True,
+        )
+
+
+class _Spares:
+    """Pods that have ended, and that stand in the way or are one too many: each is being deleted once."""
+
+    def __init__(self, delete: Callable[[Pod, float], Awaitable[None]]) -> None:
+        """`delete` is given the seconds that the pod may take."""
+        self._delete = delete
+        self.tasks: dict[str, asyncio.Future[None]] = {}
+        """By uid."""
+
+    def delete(self, pod: Pod, reason: str) -> None:
+        uid = pod.metadata.uid
+        if uid in self.tasks:
+            return
+        log.info("deleting an ended pod pod=%s reason=%s", pod.metadata.name, reason)
+        task = self.tasks[uid] = asyncio.ensure_future(self._try_to_delete(pod))
+        task.add_done_callback(lambda _: self.tasks.pop(uid, None))
+
+    async def _try_to_delete(self, pod: Pod) -> None:
+        try:
+            await self._delete(pod, pod.spec.termination_grace_period_seconds or 0)
+        except (Rejected, Unavailable) as error:
+            log.warning("ended pod not deleted pod=%s reason=%s", pod.metadata.name, error)
+
+
 class PodPlatform:
     """The nodes of one job as pods."""
 
@@ -92,12 +170,14 @@ class PodPlatform:
             own_addresses=True, can_limit_memory=True, can_cordon=can_cordon, knows_room=True
         )
         self._can_cordon = can_cordon
-        self._cordoned: list[str] = []
-        """Machines that this master has named."""
+        self._status = _JobStatus(api, job)
         self._timing = timing
         self._orders: OrderBook | None = None
         self._ledger = JobLedger(api, namespace=job.namespace, name=names.ledger_name(job.name), job_uid=job.uid)
-        self._lookout = PodLookout(listing=self._listing, on_spare=self._delete_spare)
+        self._spares = _Spares(self._delete)
+        self._lookout = PodLookout(
+            listing=lambda nodes: _listing(self._ledger.state or LedgerState(), nodes), on_spare=self._spares.delete
+        )
         self._pods = Informer(
             api, PODS, Pod, namespace=job.namespace, labels=job.selector, unreadable=Pod.unreadable, timing=timing
         )
@@ -106,7 +186,6 @@ class PodPlatform:
         self._created: dict[PlatformId, Pod] = {}
         """Pods that the informer may not show yet."""
         self._tasks: list[asyncio.Future[None]] = []
-        self._sparing: dict[str, asyncio.Future[None]] = {}
         self._opening = asyncio.Lock()
         """Guards the start of session and informers, which the first call does, whichever it is."""
 
@@ -131,7 +210,7 @@ class PodPlatform:
 
     async def list(self) -> tuple[PlatformNode, ...]:
         await self._open()
-        pods = await self._list_pods(self._job.selector)
+        pods = await _list_pods(self._api, self._job, self._job.selector)
         nodes = (self._lookout.judge(pod) for pod in pods)
         return tuple(sorted((node for node in nodes if node is not None), key=lambda node: node.id))
 
@@ -151,32 +230,7 @@ class PodPlatform:
     async def show(self, glance: JobGlance) -> None:
         """In the status of the ElasticJob, in fields that the operator leaves alone."""
         await self._open()
-        status: JsonObject = {"round": glance.round, "goodput": f"{glance.goodput:.2f}"}
-        if glance.last_step is not None:
-            status["lastStep"] = glance.last_step
-        answer = await self._write_status(status, FIELD_MANAGER)
-        if not isinstance(answer, FoundObject):
-            raise Unavailable(f"The status of {self._job.name} cannot be written: {answer.message}")
-
-    async def _write_status(self, status: JsonObject, manager: str) -> ObjectAnswer:
-        """A manager owns what it wrote last, and what it leaves out then is removed: so each part has its own."""
-        body = {
-            "apiVersion": ELASTIC_JOBS.api_version,
-            "kind": ELASTIC_JOBS.kind,
-            # The uid makes the API server refuse it for a newer job of this name.
-            "metadata": {"name": self._job.name, "namespace": self._job.namespace, "uid": self._job.uid},
-            "status": status,
-        }
-        return await self._api.patch(
-            ELASTIC_JOBS,
-            self._job.name,
-            body,
-            namespace=self._job.namespace,
-            kind=PatchKind.APPLY,
-            subresource="status",
-            field_manager=manager,
-            force=True,
-        )
+        await self._status.show(glance)
 
     async def begin_orders(self, ask: Ask, master_epoch: int) -> None:
         await self._open()
@@ -191,7 +245,7 @@ class PodPlatform:
         await self._orders.run(ask)
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._sparing.values()]
+        tasks = [*self._tasks, *self._spares.tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -206,7 +260,8 @@ class PodPlatform:
         pod = pod_of(intent, self._job)
         entry = await self._ledger.enter(intent)
         if entry is LedgerEntry.CLOSED:
-            known = self._lookout.launch_of(intent.id) or self._created_launch(intent.id)
+            created = self._created.get(intent.id)
+            known = self._lookout.launch_of(intent.id) or (None if created is None else identity_of(created))
             if known is not None:
                 check_same(known, intent)
             return
@@ -264,30 +319,29 @@ class PodPlatform:
             raise LaunchNotTaken(f"{intent.name}: the pod {name} is being deleted")
         self._created[intent.id] = pod
 
-    def _created_launch(self, node: PlatformId) -> LaunchNode | None:
-        pod = self._created.get(node)
-        return None if pod is None else identity_of(pod)
-
     # Removals.
 
     async def _remove(self, intent: RemoveNode) -> None:
         entry = await self._ledger.enter(intent)
         if intent.cordon_host and self._can_cordon:
-            await self._cordon(intent.cordon_host)  # while the pod is there: the operator marks only what it saw us use
+            await self._status.cordon(
+                intent.cordon_host
+            )  # while the pod is there: the operator marks only what it saw us use
         if entry is LedgerEntry.NEW:
             return
         pod = self._lookout.pod_of(intent.id) or self._created.get(intent.id)
         with self._ledger.carrying_out():
-            for each in [pod] if pod is not None else await self._find(intent.id):
+            if pod is not None:
+                pods: tuple[Pod, ...] = (pod,)
+            else:  # one that no event has shown yet may have been made by a master before us, just now
+                selector = f"{self._job.selector},{names.REPLICA_INDEX}={intent.id}"
+                pods = await _list_pods(self._api, self._job, selector)
+            for each in pods:
                 self._lookout.expect(intent)
-                await self._delete(each, grace=intent.grace)
+                await self._delete(each, intent.grace)
         self._created.pop(intent.id, None)
 
-    async def _find(self, node: PlatformId) -> tuple[Pod, ...]:
-        """A pod that no event has shown yet: made by a master before us, just now."""
-        return await self._list_pods(f"{self._job.selector},{names.REPLICA_INDEX}={node}")
-
-    async def _delete(self, pod: Pod, *, grace: float) -> None:
+    async def _delete(self, pod: Pod, grace: float) -> None:
         """With a grace of 0 the server would forget the pod while its processes run on: at least one second."""
         answer = await self._delete_pod(pod.metadata.name, pod.metadata.uid, max(1, math.ceil(grace)))
         match answer:
@@ -297,37 +351,6 @@ class PodPlatform:
                 raise Rejected(f"{pod.metadata.name}: {answer.message}", code=ErrorCode.BAD_INTENT)
             case _:
                 raise Unavailable(f"{pod.metadata.name}: {answer.message}")
-
-    async def _cordon(self, host: str) -> None:
-        """
-        A master has no right to machines: it names this one in the status of its job, and the operator marks it.
-
-        A machine that cannot be named is only worth a line: the removal counts.
-        """
-        if host not in self._cordoned:
-            self._cordoned.append(host)
-        try:
-            answer = await self._write_status({"cordonHosts": self._cordoned}, f"{FIELD_MANAGER}-hosts")
-        except Unavailable as error:
-            log.warning("machine not cordoned host=%s reason=%s", host, error)
-            return
-        if not isinstance(answer, FoundObject):
-            log.warning("machine not cordoned host=%s reason=%s", host, answer.message)
-
-    def _delete_spare(self, pod: Pod, reason: str) -> None:
-        """A pod that has ended, and that stands in the way or is one too many."""
-        uid = pod.metadata.uid
-        if uid in self._sparing:
-            return
-        log.info("deleting an ended pod pod=%s reason=%s", pod.metadata.name, reason)
-        task = self._sparing[uid] = asyncio.ensure_future(self._spare(pod))
-        task.add_done_callback(lambda _: self._sparing.pop(uid, None))
-
-    async def _spare(self, pod: Pod) -> None:
-        try:
-            await self._delete(pod, grace=pod.spec.termination_grace_period_seconds or 0)
-        except (Rejected, Unavailable) as error:
-            log.warning("ended pod not deleted pod=%s reason=%s", pod.metadata.name, error)
 
     # Sights.
 
@@ -364,16 +387,17 @@ class PodPlatform:
                 except Unavailable as error:
                     log.error("%s", error)
 
-    async def _list_pods(self, labels: str) -> tuple[Pod, ...]:
-        page = await self._api.list_all(PODS, namespace=self._job.namespace, labels=labels)
-        if not isinstance(page, Page):
-            raise Unavailable(f"The pods of {self._job.name} cannot be listed: {page.message}")
-        return tuple(_readable(item) for item in page.items)
 
-    def _listing(self, nodes: tuple[PlatformNode, ...]) -> NodesListed:
-        state = self._ledger.state or LedgerState()
-        next_id = max(state.next_id, *(node.id + 1 for node in nodes), 0)
-        return NodesListed(nodes=nodes, master_epoch=state.epoch, next_id=PlatformId(next_id))
+async def _list_pods(api: ClusterApi, job: PodJob, labels: str) -> tuple[Pod, ...]:
+    page = await api.list_all(PODS, namespace=job.namespace, labels=labels)
+    if not isinstance(page, Page):
+        raise Unavailable(f"The pods of {job.name} cannot be listed: {page.message}")
+    return tuple(_readable(item) for item in page.items)
+
+
+def _listing(state: LedgerState, nodes: tuple[PlatformNode, ...]) -> NodesListed:
+    next_id = max(state.next_id, *(node.id + 1 for node in nodes), 0)
+    return NodesListed(nodes=nodes, master_epoch=state.epoch, next_id=PlatformId(next_id))
 
 
 def _readable(item: msgspec.Raw) -> Pod:

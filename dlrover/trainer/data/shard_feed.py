@@ -4,9 +4,6 @@ Shards of a dataset, ahead of their use: one thread takes them from the master a
 The thread sends everything at once: what was consumed since its last message, and how many shards shall come. While an answer is on its way
 more gathers, so a fast reader sends few large messages. How many shards are kept ahead follows from how fast they are
 used: about half a second's worth. The training thread waits only when nothing is ahead.
-
-A message is not sent twice by us; the agent does that, under its number, for as long as the master is away. When even that is
-over, readers get `DataUnavailable`, never the end of the data.
 """
 
 from __future__ import annotations
@@ -24,27 +21,19 @@ from dlrover.host.edges import contained
 from dlrover.protocol.errors import DLRoverError, Rejected, Unavailable
 from dlrover.protocol.messages.data import (
     NO_STEP,
-    AskDataCheckpoint,
-    AskDataset,
-    AwaitRestore,
     Claim,
     Consumption,
-    DataCheckpoint,
     DatasetSpec,
-    DatasetState,
     ExchangeShards,
-    ExtendStream,
     LeasedShard,
-    RegisterDataset,
-    RestoreDataset,
     ShardError,
-    ShardsGiven,
     Supply,
 )
-from dlrover.protocol.messages.job import Reply, Round, WorkerRequest
-from dlrover.trainer import environment, phases
+from dlrover.trainer import phases
 from dlrover.trainer.agent_link import Link, current_link, pause_before_retry
 from dlrover.trainer.data import data_steps
+from dlrover.trainer.data.dataset_books import DatasetBooks
+from dlrover.trainer.data.dataset_books import DataUnavailable as DataUnavailable
 
 log = logging.getLogger("dlrover.trainer.data")
 
@@ -54,14 +43,27 @@ FEWEST_AHEAD, MOST_AHEAD = 2, 512
 _WORTH = 0.5
 """Seconds of reading that are kept ahead."""
 _LONGEST_PAUSE = 5.0
-_MARGIN = 2.0
-"""Seconds that the answer to a question may need on top of those that it waits on the master."""
 _LAST_WORDS = 5.0
 """Seconds that the end of a process waits for the master to hear what was read."""
 
 
-class DataUnavailable(DLRoverError):
-    """Shards cannot be had, although there are some. Nothing was lost: what was taken goes back when this worker ends."""
+class _ReadAhead:
+    """How many shards are kept ahead: as many as are used in half a second."""
+
+    def __init__(self, fixed: int) -> None:
+        """`fixed`: so many; 0: as fits the speed of reading."""
+        self.num = float(fixed or FEWEST_AHEAD)
+        self._is_fixed = fixed > 0
+        self._num_used, self._used_since = 0, time.monotonic()
+
+    def note_use(self) -> None:
+        self._num_used += 1
+        passed = time.monotonic() - self._used_since
+        if self._is_fixed or (passed < _WORTH and self._num_used < self.num):
+            return
+        speed = self._num_used / max(passed, 1e-6)
+        self.num = min(max(speed * _WORTH, FEWEST_AHEAD, self.num / 2), MOST_AHEAD)
+        self._num_used, self._used_since = 0, time.monotonic()
 
 
 class ShardFeed:
@@ -71,15 +73,11 @@ class ShardFeed:
         self, spec: DatasetSpec, *, link: Link | None = None, ahead: int = 0, patience: float = PATIENCE
     ) -> None:
         """`ahead`: shards to keep ahead; 0: as fits the speed of reading."""
-        where = environment.current()
-        self._who = (Round(0), 0) if where is None else (where.round, where.local_rank)
-        self._link = current_link() if link is None else link
-        self._patience = patience
         self._fixed_ahead = ahead
         self.spec = spec
+        self.books = DatasetBooks(spec, current_link() if link is None else link, patience)
         data_steps.tell_postponed()
-        reply = self._ask(RegisterDataset(dataset=spec.name, spec=spec, round=self._who[0], local_rank=self._who[1]))
-        assert isinstance(reply, DatasetState), reply
+        self.books.register()
         self._begin()
         data_steps.feeds.add(self)
 
@@ -112,8 +110,7 @@ class ShardFeed:
         """A worker here has asked for a shard: others that only report must not hold any."""
         self._num_waiting = 0
         self._trouble: DLRoverError | None = None
-        self._ahead = float(self._fixed_ahead or FEWEST_AHEAD)
-        self._num_used, self._used_since = 0, time.monotonic()
+        self._ahead = _ReadAhead(self._fixed_ahead)
         self._thread: threading.Thread | None = None
         self._listener: threading.Thread | None = None
         """Waits for the word about the model while shards are held back for it: meanwhile our own reports go on."""
@@ -152,7 +149,7 @@ class ShardFeed:
             if (writer := phases.current()) is not None:
                 writer.set_cursor(f"{self.spec.name} epoch {shard.epoch} records {shard.start} to {shard.end}")
             self._taken[shard.id] = shard
-            self._note_speed()
+            self._ahead.note_use()
             self._news.notify_all()
             return shard
 
@@ -208,18 +205,7 @@ class ShardFeed:
 
     def extend(self, ends: dict[str, int], *, is_over: bool = False) -> None:
         """Of a stream that grows: partitions reach this far now. Who waits here looks at once."""
-        round_, local_rank = self._who
-        partitions = dict.fromkeys(ends, 0)
-        self._ask(
-            ExtendStream(
-                dataset=self.spec.name,
-                partitions=partitions,
-                ends=ends,
-                is_over=is_over,
-                round=round_,
-                local_rank=local_rank,
-            )
-        )
+        self.books.extend(ends, is_over=is_over)
         with self._live():
             self._is_stirred = True
             self._news.notify_all()
@@ -245,16 +231,6 @@ class ShardFeed:
             self.is_late = False
             return True
 
-    def state(self) -> DatasetState:
-        reply = self._ask(AskDataset(dataset=self.spec.name))
-        assert isinstance(reply, DatasetState), reply
-        return reply
-
-    def checkpoint(self, step: int = NO_STEP) -> str:
-        reply = self._ask(AskDataCheckpoint(dataset=self.spec.name, step=step, round=self._who[0]))
-        assert isinstance(reply, DataCheckpoint), reply
-        return reply.content
-
     @contextmanager
     def going_back(self) -> Iterator[None]:
         """
@@ -275,18 +251,6 @@ class ShardFeed:
     def start(self) -> None:
         """Have the thread run: a process that is forked while another thread starts one may die of it."""
         self._live()
-
-    def restore(self, content: str) -> DatasetState:
-        """Go back to a dataset checkpoint. Raises Rejected if that cannot be used."""
-        with self.going_back():
-            return self.restore_books(content)
-
-    def restore_books(self, content: str) -> DatasetState:
-        """The same within `going_back`."""
-        round_, local_rank = self._who
-        reply = self._ask(RestoreDataset(dataset=self.spec.name, content=content, round=round_, local_rank=local_rank))
-        assert isinstance(reply, DatasetState), reply
-        return reply
 
     def at_exit(self) -> None:
         """The process ends: what was read but not told yet would be read again."""
@@ -316,7 +280,7 @@ class ShardFeed:
     def _num_wanted(self) -> int:
         if self._is_ended or self._is_closing or not self._is_reading:
             return 0
-        return max(0, round(self._ahead) - len(self._queue))
+        return max(0, round(self._ahead.num) - len(self._queue))
 
     def _live(self) -> threading.Condition:
         """The lock, with a thread behind it. A fork has none of ours: it begins anew, with nothing taken."""
@@ -332,16 +296,6 @@ class ShardFeed:
     def _forget(self, shard: LeasedShard) -> None:
         del self._taken[shard.id]
         self._done.pop(shard.id, None)
-
-    def _note_speed(self) -> None:
-        """Twice a second: as many ahead as are used in that time."""
-        self._num_used += 1
-        passed = time.monotonic() - self._used_since
-        if self._fixed_ahead or (passed < _WORTH and self._num_used < self._ahead):
-            return
-        speed = self._num_used / max(passed, 1e-6)
-        self._ahead = min(max(speed * _WORTH, FEWEST_AHEAD, self._ahead / 2), MOST_AHEAD)
-        self._num_used, self._used_since = 0, time.monotonic()
 
     def _run(self) -> None:
 
@@ -369,8 +323,8 @@ class ShardFeed:
                 return None
             message = ExchangeShards(
                 dataset=self.spec.name,
-                round=self._who[0],
-                local_rank=self._who[1],
+                round=self.books.round,
+                local_rank=self.books.local_rank,
                 consumed=tuple(self._consumed),
                 failed=tuple(self._failed),
                 unused=tuple(self._unused),
@@ -386,11 +340,10 @@ class ShardFeed:
     @property
     def _is_hungry(self) -> bool:
         """Half of what is kept ahead is used up: one message for many shards, in time."""
-        return self._num_wanted > 0 and len(self._queue) <= self._ahead / 2
+        return self._num_wanted > 0 and len(self._queue) <= self._ahead.num / 2
 
     def _exchange(self, message: ExchangeShards) -> None:
-        given = self._ask(message)
-        assert isinstance(given, ShardsGiven), given
+        given = self.books.exchange(message)
         with self._news:
             self._is_telling = False
             del self._unanswered[: self._told]
@@ -399,7 +352,10 @@ class ShardFeed:
                 self._unused += [shard.id for shard in given.shards]
             else:
                 self._queue.extend(given.shards)
-            self._hand_back(given.recalled)
+            # A worker elsewhere has nothing to do: what we have not begun is theirs.
+            recalled = frozenset(given.recalled)
+            self._unused += [shard.id for shard in self._queue if shard.id in recalled]
+            self._queue = deque(shard for shard in self._queue if shard.id not in recalled)
             # What was given back since we asked will come again, perhaps to us.
             has_given_back = bool(self._unused or self._failed)
             self._is_ended = self._is_ended or (given.supply is Supply.END and not has_given_back)
@@ -428,7 +384,7 @@ class ShardFeed:
     def _hear_of_model(self, wait: float) -> None:
         """Until the ranks have said which model they go on with, or so many seconds. One question: the master answers when it knows."""
         try:
-            self._link.ask(AwaitRestore(round=self._who[0], wait=wait), timeout=wait + _MARGIN)
+            self.books.await_model(wait)
         except (Rejected, Unavailable) as error:
             log.info("asking the master again for shards of %r: %s", self.spec.name, error)
             pause_before_retry(wait)
@@ -436,24 +392,6 @@ class ShardFeed:
             self._listener = None
             self._is_stirred = True
             self._news.notify_all()
-
-    def _hand_back(self, recalled: Iterable[int]) -> None:
-        """A worker elsewhere has nothing to do: what we have not begun is theirs."""
-        asked = dict.fromkeys(recalled)
-        kept = [shard for shard in self._queue if shard.id not in asked]
-        self._unused += [shard.id for shard in self._queue if shard.id in asked]
-        self._queue = deque(kept)
-
-    def _ask(self, request: WorkerRequest) -> Reply:
-        try:
-            return self._link.ask(request, timeout=self._patience)
-        except Unavailable as error:
-            raise DataUnavailable(
-                f"The master did not answer for {self._patience:g} s about dataset {self.spec.name!r}: {error}. Nothing was "
-                "lost: start the job again, it goes on where its model is."
-            ) from error
-        except Rejected as error:
-            raise Rejected(f"Dataset {self.spec.name!r}: {error}", code=error.code) from error
 
     def _stop(self) -> None:
         with self._news:

@@ -197,16 +197,17 @@ class ShardReader:
     def state(self) -> DatasetState:
         """With all that was reported here."""
         self._feed.flush()
-        return self._feed.state()
+        return self._feed.books.state()
 
     def checkpoint(self) -> str:
         """What is unread, as text; what is read and not reported counts as unread."""
         self._feed.flush()
-        return self._feed.checkpoint()
+        return self._feed.books.checkpoint()
 
     def restore(self, content: str) -> None:
         """Raises Rejected, and then nothing has changed."""
-        self._feed.restore(content)
+        with self._feed.going_back():
+            self._feed.books.restore(content)
         with self._lock:
             self._out.clear()
             self._at.clear()

@@ -121,7 +121,7 @@ def test_the_last_batch_is_short_and_reported_as_it_is(num_workers: int) -> None
             job.ask(1, ExchangeShards(dataset="numbers", consumed=(Consumption(other.id, 8),)))
     assert (sizes, seen) == ([4, 4, 4, 2], list(range(8, 22)))
     assert dataset._client._feed.flush()
-    assert dataset._client._feed.state().is_complete
+    assert dataset._client._feed.books.state().is_complete
     dataset.close()
 
 
@@ -171,7 +171,7 @@ def test_a_subclass_may_make_its_records_itself() -> None:
         dataset.step()
     assert found == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]
     assert dataset._client._feed.flush()
-    assert dataset._client._feed.state().is_complete
+    assert dataset._client._feed.books.state().is_complete
     dataset.close()
 
 
@@ -188,7 +188,7 @@ def test_a_client_of_single_records_takes_nothing_before_it_is_asked() -> None:
     assert [clients[1].fetch_sample_index() for _ in range(24)] == list(range(8, 32))
     clients[1].report_batch_done(24)
     assert clients[1]._feed.flush()
-    assert clients[1]._feed.state().is_complete
+    assert clients[1]._feed.books.state().is_complete
     for each in (*clients, done):
         each.close()
 

@@ -151,8 +151,8 @@ def test_steps_of_the_model_travel_with_the_records(link: WatchedLink) -> None:
         reader.get_task()
         reader.report_batch_done(3, step=7)
         assert reader._feed.flush()
-        assert reader._feed.state().num_consumed == 3
-        assert reader._feed.state().num_committed == 0
+        assert reader._feed.books.state().num_consumed == 3
+        assert reader._feed.books.state().num_committed == 0
         assert reader._feed.unanswered() == []
         link.may_answer.clear()
         reader.report_batch_done(2, step=8)
@@ -217,7 +217,7 @@ def test_a_refused_checkpoint_changes_nothing(link: WatchedLink) -> None:
             reader.report_batch_done(8)
         assert records([first, *rest]) == Counter(range(32))
         assert reader._feed.flush()
-        assert reader._feed.state().is_complete
+        assert reader._feed.books.state().is_complete
 
 
 def test_a_stream_that_cannot_begin_anew_goes_on(link: WatchedLink) -> None:
@@ -306,7 +306,7 @@ def test_who_stops_early_says_so(link: WatchedLink) -> None:
     with client(link, must_finish=True, skip_bad_data=True) as reader:
         reader.fetch_shard()
         reader.stop_early("the loss is low")
-        assert reader._feed.state().waived == "the loss is low"
+        assert reader._feed.books.state().waived == "the loss is low"
 
 
 def test_a_stream_is_read_by_partition(link: WatchedLink) -> None:

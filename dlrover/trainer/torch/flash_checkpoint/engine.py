@@ -22,13 +22,11 @@ from dlrover.protocol.errors import ConfigError, Unavailable
 from dlrover.snapshot.copy.copying import Copier
 from dlrover.snapshot.memory.segment import SlotName, segment_paths
 from dlrover.snapshot.memory.segment_format import Owner
-from dlrover.snapshot.storage.commit import latest_step, read_global_manifest
-from dlrover.snapshot.storage.manifest import ManifestInvalid
 from dlrover.snapshot.storage.persist import REQUEST, SaveRequest, encode_request
 from dlrover.snapshot.storage.places import SavePlace
-from dlrover.snapshot.storage.storage import LocalStorage, full_path, join
+from dlrover.snapshot.storage.storage import full_path
 from dlrover.snapshot.storage.user_deletion import rule_for
-from dlrover.snapshot.storage.user_storage import meta_for, shown_storage, storage_of
+from dlrover.snapshot.storage.user_storage import meta_for, shown_storage
 from dlrover.trainer import environment, phases
 from dlrover.trainer.torch.flash_checkpoint.checkpointer import SaveReason, SaveResult
 from dlrover.trainer.torch.flash_checkpoint.encoding.lazy import Memory
@@ -49,6 +47,7 @@ from dlrover.trainer.torch.flash_checkpoint.saving.old_names import (
 from dlrover.trainer.torch.flash_checkpoint.saving.old_names import wait_socket_server as wait_socket_server
 from dlrover.trainer.torch.flash_checkpoint.saving.outlets import AgentOutlet, SaveOutlet, ThreadOutlet
 from dlrover.trainer.torch.flash_checkpoint.saving.preparing import Preparation
+from dlrover.trainer.torch.flash_checkpoint.saving.storage_saves import StorageSaves
 from dlrover.trainer.torch.flash_checkpoint.saving.waiting_state import WaitingState, copy_aside
 from dlrover.trainer.torch.resilience.saves import KnownSave, save_log
 
@@ -65,7 +64,6 @@ _ALONE_PATIENCE = 1.0
 Seconds for a slot when a worker is lost, half of what the agent waits. The agent may be reading one, and one that died while it wrote keeps
 the lock of its slot until the kernel has freed its memory.
 """
-_TRACKER_LOOK_AFTER = 0.1
 
 
 class CheckpointEngine:
@@ -138,10 +136,7 @@ class CheckpointEngine:
         """Number of the newest wish for a storage save that was fulfilled."""
         self._is_storage_owed = False
         """A storage save was asked for and could only be made in memory. The same on all ranks."""
-        self._storage_request: SaveRequest | None = None
-        """The newest that this rank asked to be written."""
-        self._unsettled: dict[str, int] = {}
-        """Attempts that this rank commits and of which the end is not known yet, with their step."""
+        self._asked = StorageSaves(self.outlet, self._writing)
         self.restored_step: int | None = None
         self._is_error_told = False
         self._lazily = LazySaves(lazy, self._publish)
@@ -376,28 +371,7 @@ class CheckpointEngine:
             self._end_waiting("skip" if self._agreement.is_joint else "block")
         if self._is_storage_owed and self.is_saving_rank:
             return False  # told when it was asked for
-        wanted = self._storage_request
-        if wanted is None or not self.is_saving_rank:
-            return True
-        deadline = time.monotonic() + timeout
-        while True:
-            with self._writing:
-                self.outlet.listen()
-                news = self.outlet.settled.get(wanted.attempt)
-            if news is not None and not news.is_committed:
-                log.warning("step %d was not committed: %s", wanted.step, news.reason)
-                return False
-            if news is not None or self._is_committed(wanted):
-                return True
-            left = deadline - time.monotonic()
-            if left <= 0:
-                log.warning(
-                    "step %d was not committed within %g s; it may still be committed later",
-                    wanted.step,
-                    timeout,
-                )
-                return False
-            self.outlet.wait_for_news(min(left, _TRACKER_LOOK_AFTER))
+        return not self.is_saving_rank or self._asked.wait_for_newest(timeout)
 
     def wait_until_settled(self, timeout: float) -> bool:
         """
@@ -405,24 +379,7 @@ class CheckpointEngine:
         is deleted then.
         """
         self.wait_for_staging()
-        deadline = time.monotonic() + timeout
-        while True:
-            with self._writing:
-                self.outlet.listen()
-                self._forget_settled()
-            left = deadline - time.monotonic()
-            if not self._unsettled or left <= 0:
-                break
-            self.outlet.wait_for_news(min(left, _TRACKER_LOOK_AFTER))
-        if self._unsettled:
-            log.warning(
-                "steps %s were neither committed nor given up within %g s", sorted(self._unsettled.values()), timeout
-            )
-        return not self._unsettled
-
-    def _forget_settled(self) -> None:
-        for attempt in self._unsettled.keys() & self.outlet.settled.keys():
-            del self._unsettled[attempt]
+        return self._asked.wait_for_all(timeout)
 
     def release(self) -> None:
         """Let another process write to the segment: this one is about to end."""
@@ -573,18 +530,15 @@ class CheckpointEngine:
         if not pending.is_lazy and self._staleness.is_stale(
             request.step, pending.digest, pending.layout, pending.storages, stepped
         ):
-            self._tell_stale(result)
+            result.is_stale = True
+            if self._staleness.is_to_be_told():
+                log.warning(
+                    "step %d holds the same bytes as the save before, although an optimizer has stepped since. It was "
+                    "saved unchanged. "
+                    "If your script builds or copies the state once before the loop, build it anew for each save.",
+                    result.step,
+                )
         return result
-
-    def _tell_stale(self, result: SaveResult) -> None:
-        result.is_stale = True
-        if self._staleness.is_to_be_told():
-            log.warning(
-                "step %d holds the same bytes as the save before, although an optimizer has stepped since. It was "
-                "saved unchanged. "
-                "If your script builds or copies the state once before the loop, build it anew for each save.",
-                result.step,
-            )
 
     def _wait_aside(
         self, parts: Mapping[str, object], paths: Mapping[str, str], request: SaveRequest, result: SaveResult
@@ -647,39 +601,13 @@ class CheckpointEngine:
             time.sleep(_LOOK_AGAIN_AFTER)  # the kernel has no wait with a deadline for a slot's lock
             self.outlet.poll()
 
-    def _is_committed(self, request: SaveRequest) -> bool:
-        """As the storage says. The attempt is compared too: the step may have been saved before."""
-        storage = storage_of(self.checkpoint_dir, self._storage)
-        try:
-            if latest_step(storage, self.checkpoint_dir) != request.step:
-                return False
-            manifest = read_global_manifest(storage, join(self.checkpoint_dir, request.target))
-            if manifest is None or manifest.attempt != request.attempt:
-                return False
-            last = list(request.trackers.items())[-1:]  # the framework's own, written after ours, one by one
-            # Links come last of all. The committer makes those of its own request: with several shards only those that all requests name.
-            is_linked_here = isinstance(storage, LocalStorage) and (request.num_shards == 1 or len(request.links) > 1)
-            folder = join(self.checkpoint_dir, request.target)
-            links = request.links.items() if is_linked_here else ()
-            if not all(os.path.samefile(join(folder, path), link) for path, link in links):
-                return False
-            return all(storage.read(join(self.checkpoint_dir, name)) == content.encode() for name, content in last)
-        except FileNotFoundError:
-            return False
-        except (OSError, ManifestInvalid) as error:
-            log.info("the tracker in %s cannot be read: %s", self.checkpoint_dir, error)
-            return False
-
     def _saved(self, name: SlotName, request: SaveRequest) -> None:
         """The snapshot counts from here on. Called with the lock: the outlet is not made for two threads."""
         self.outlet.saved(name, request)
         self._has_saved = True
         self._unjudged = name
         if request.is_storage:
-            self._storage_request = request
-            self._forget_settled()
-            if request.is_committer:
-                self._unsettled[request.attempt] = request.step
+            self._asked.add(request)
         self._is_error_told = False
         self._look.close()  # nobody restores any more, and a file that was outgrown shall go
         if self._preparation is not None:
