@@ -334,7 +334,7 @@ def test_missing_and_empty_files_are_named(tmp_path: Path, kind: type[Any]) -> N
     with pytest.raises(SourceError, match="not a file"):
         kind(tmp_path)
     (tmp_path / "empty").touch()
-    with pytest.raises(SourceError, match=r"is empty|not Parquet"):
+    with pytest.raises(SourceError, match=r"is empty|not a Parquet file"):
         kind(tmp_path / "empty")
 
 
