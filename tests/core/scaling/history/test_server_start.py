@@ -139,7 +139,7 @@ def test_no_start_is_further_than_a_step_from_the_best_that_was_seen(
     sizes: list[tuple[int, int, int, int]], times: list[float]
 ) -> None:
     runs = [
-        measured(run((size[0], size[1], float(size[2]), float(size[3])), lambda *_, time=time: time, number=at))  # type: ignore[misc]
+        measured(run((size[0], size[1], float(size[2]), float(size[3])), lambda *_, time=time: time, number=at))
         for at, (size, time) in enumerate(zip(sizes, times, strict=False), start=1)
     ]
     known, found = measured_worth(runs), start_numbers(runs)
