@@ -160,13 +160,8 @@ def _compiled(mutant: Mutant, tree: ast.Module) -> CodeType | None:
     flags = __future__.annotations.compiler_flag
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        code = compile(
-            changed(part, (("body", 0), *steps), mutant.replacement),
-            str(ROOT / mutant.path),
-            "exec",
-            flags=flags,
-            dont_inherit=True,
-        )
+        changed(part, (("body", 0), *steps), mutant.replacement)
+        code = compile(part, str(ROOT / mutant.path), "exec", flags=flags, dont_inherit=True)
     for each in codes_in(code):
         if each.co_qualname == mutant.function and each.co_firstlineno == mutant.first_line:
             return each
