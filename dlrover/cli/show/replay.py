@@ -261,7 +261,7 @@ def in_words(command: Command) -> str:
         case Attach():
             rank = "any rank" if command.node_rank is None else f"rank {command.node_rank}"
             life = "for the first time" if not command.incarnation else f"again (incarnation {command.incarnation})"
-            runs = f", which runs round {command.running_round}" if command.running_round else ""
+            runs = f", running round {command.running_round}" if command.running_round else ""
             return f"{command.host} attaches {life}, {rank}, {command.local_world_size} workers{runs}"
         case JoinRendezvous():
             return f"{_node(command)} joins round {command.round} and offers {command.offer}"
