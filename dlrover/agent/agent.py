@@ -249,7 +249,8 @@ class Agent:
         acts = self._decisions.attached(attached)
         if acts:
             log.warning(
-                "the master had removed this node from the job as lost; the node stops its workers and joins again"
+                "The master considered this node lost and removed it from the job. The node stops its workers "
+                "and joins again."
             )
         self._acting.do(acts)
         self._clock_offset = attached.now - time.monotonic_ns() // 1000
@@ -266,7 +267,7 @@ class Agent:
     def _on_blocked(self, reason: str) -> None:
         # Where nodes share a console, whoever shows the state of the job there shows this too.
         level = logging.WARNING if self._config.platform_node < 0 else logging.INFO
-        log.log(level, "%s", reason or "The master can write its journal again, and the job goes on.")
+        log.log(level, "%s", reason or "The master can write its journal again, and the job continues.")
 
     def _on_outcome(self, round_: Round, outcome: Finished | Failed) -> None:
         if self._watch is not None:
@@ -344,7 +345,7 @@ class Agent:
 
     async def _watch_for_preemption(self) -> None:
         await wait_for_notice(self._config.preemption_file)
-        self._leave(preempted(f"{self._config.preemption_file} announced that this machine is taken away"))
+        self._leave(preempted(f"{self._config.preemption_file} announced that this machine will be taken away"))
 
     def _leave(self, departure: Departure) -> None:
         self._decisions.leave(departure)
@@ -369,7 +370,7 @@ class Agent:
             away = time.clock_gettime(time.CLOCK_BOOTTIME) - wakes_at  # the nap itself is no absence
             if acts := self._decisions.woke(away):
                 log.warning(
-                    "this agent was frozen for %.0f s: it kills its workers first, because the master may have "
+                    "this agent was paused for %.0f s. It kills its workers first, because the master may have "
                     "replaced the node",
                     away,
                 )

@@ -143,4 +143,4 @@ def test_a_full_disk_below_the_journal_is_told_and_not_what_the_job_did_before(
     filler.unlink()
     assert job.wait() == 0, job.err
     assert job.err.count("cannot write its journal") == 1
-    assert "dlrover-run: The master can write its journal again, and the job goes on.\n" in job.err
+    assert "dlrover-run: The master can write its journal again, and the job continues.\n" in job.err

@@ -143,7 +143,7 @@ def test_a_master_that_cannot_be_started_again_at_once_is_started_later(jobs, tm
     config.unlink()
     config.mkdir()
     kill(jobs.pids("dlrover.master")[0])
-    wait_until(lambda: "the master cannot be started now" in job.host.err, explain=lambda: job.host.err)
+    wait_until(lambda: "the master cannot start now" in job.host.err, explain=lambda: job.host.err)
     config.rmdir()
     wait_until(lambda: "master epoch 2" in job.command("status", JOB), explain=lambda: job.host.err)
     job.finish()

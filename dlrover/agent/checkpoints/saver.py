@@ -110,7 +110,8 @@ class OwnHome:
         except (OSError, DLRoverError) as error:
             self._is_refused = True
             log.error(
-                "this agent cannot register as the owner of its snapshots, so a later agent may not find them: %s",
+                "this agent could not register itself as the owner of its snapshots, so a later agent may not "
+                "find them: %s",
                 error,
             )
 
@@ -202,7 +203,7 @@ class Saver:
             pinned = pin_newest(message.path, message.slot, message.generation)
             if pinned is None:
                 log.warning(
-                    "step %d does not reach storage: a newer save overwrote its snapshot before it was written",
+                    "step %d is not written to storage, because a newer save overwrote its snapshot first",
                     message.step,
                 )
             else:
@@ -224,7 +225,7 @@ class Saver:
             return
         if self._world is None or self._world.group_world_size == 1:
             for pinned in pin_newest_common(self._own.home):
-                log.info("break point: step %d is written to storage", pinned.record.step)
+                log.info("save at break point: step %d is written to storage", pinned.record.step)
                 self._enqueue(pinned)
             return
         # Other nodes hold the other shards: ask the master, holding what may be wanted. Without it, write all there is.
@@ -259,7 +260,7 @@ class Saver:
             if _key(request) in self._known:
                 release(pinned)
                 continue
-            log.info("break point: step %d is written to storage", request.step)
+            log.info("save at break point: step %d is written to storage", request.step)
             self._start(pinned, request, is_adopted=False)
 
     async def drain(self, *, is_hurried: bool) -> bool:
@@ -271,12 +272,12 @@ class Saver:
         patience = self._config.patience_at_signal if is_hurried else self._config.patience_at_end
         mark = Path(self._config.runtime_dir) / SAVING_FILE
         write_mark(mark, time.monotonic() + patience)
-        log.info("waiting for %d saves before this agent ends", len(self._tasks))
+        log.info("this agent waits for %d saves before it ends", len(self._tasks))
         left = await _wait_for(self._tasks, until=time.monotonic() + patience)
         if left:
             log.error(
-                "%d checkpoints could not be finished within %.0f s and are lost (%s); storage is too slow. What was committed "
-                "before stays.",
+                "%d checkpoints were not finished within %.0f s and are lost (%s), because storage is too "
+                "slow. Checkpoints that were committed before are kept.",
                 len(left),
                 patience,
                 ", ".join(sorted(task.get_name() for task in left)),
@@ -326,7 +327,7 @@ class Saver:
         task.add_done_callback(self._tasks.discard)
 
     async def _save(self, pinned: PinnedSlot, request: SaveRequest, is_adopted: bool) -> None:
-        text = "bug in the saver: the checkpoint of step %d was not written. Training goes on."
+        text = "The checkpoint of step %d was not written because of a bug in DLRover. Training continues."
         with logged(log, text, request.step):  # a bug here must neither be silent nor end the job
             loop = asyncio.get_running_loop()
             begun_at = time.monotonic()
@@ -351,12 +352,14 @@ class Saver:
                 self._failures.tell(
                     f"{type(error).__name__} {getattr(error, 'errno', '')}{getattr(error, 'code', '')} {request.directory}",
                     f"the checkpoint of step {request.step} in {request.directory} was not written: {error}. "
-                    "Training goes on, and the next save is tried as usual.",
+                    "Training continues, and the next save starts as usual.",
                 )
                 await self.commits.tell_failure(request, error)
                 return
             self._failures.forget(begun_at)
-            log.info("step %d is in %s after %.2f s", request.step, request.directory, time.monotonic() - begun_at)
+            log.info(
+                "step %d was written to %s in %.2f s", request.step, request.directory, time.monotonic() - begun_at
+            )
 
 
 async def _wait_for(tasks: set[asyncio.Task[None]], *, until: float) -> set[asyncio.Task[None]]:
@@ -378,7 +381,7 @@ def write_mark(path: Path, until: float) -> None:
         partial.rename(path)
     except OSError as error:
         log.warning(
-            "the agent cannot write the deadline of the last saves, so the launcher may end before they are in "
-            "storage: %s",
+            "the agent could not record the deadline of the last saves, so the launcher may end before they "
+            "are in storage: %s",
             error,
         )

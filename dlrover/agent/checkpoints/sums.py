@@ -48,4 +48,4 @@ class SlotSums:
                 if is_summed and self.on_summed is not None:
                     self.on_summed(name)
             except OSError as error:
-                self._on_error(f"the checksums of a snapshot could not be made: {error}")
+                self._on_error(f"the checksums of a snapshot could not be computed: {error}")

@@ -96,7 +96,7 @@ class WorkerLooks:
             del self._orders[next(iter(self._orders))]
         left = self._time_left(order)
         if left <= 0:
-            log.info("order %d came after its deadline and is ignored", order.id)
+            log.info("order %d arrived after its deadline and is ignored", order.id)
             return
         match order.order:
             case TakeLook():
@@ -116,7 +116,7 @@ class WorkerLooks:
         local = next(
             (worker.local_rank for worker in self._now().workers if worker.global_rank == order.global_rank), None
         )
-        text, note = "", f"rank {order.global_rank} is not here now"
+        text, note = "", f"rank {order.global_rank} does not run on this node now"
         if local is not None and self.read_tail is not None:
             text, note = await asyncio.to_thread(self.read_tail, local, order.max_bytes)
         node, incarnation = self._who()
@@ -184,7 +184,7 @@ class WorkerLooks:
         for worker in workers:
             dump = worker.dump(worker.facts(), worker.stacks() if worker in asked else (), is_stalled=True)
             text = describe(dump)
-            log.warning("global rank %d does not end and will be killed: %s", worker.global_rank, text)
+            log.warning("global rank %d did not end in time and will be killed: %s", worker.global_rank, text)
             self._observe(
                 NodeEvent(
                     node=node,

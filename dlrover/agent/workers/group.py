@@ -381,16 +381,16 @@ def _open_seats(watch: WorkerWatch, world: WorldSpec) -> None:
         watch.open_round(world)
     except OSError as error:
         raise ConfigError(
-            f"This node cannot have {world.local_world_size} workers: {error.strerror}. Raise the hard limit of open "
-            "files (ulimit -Hn), or start fewer of them."
+            f"This node cannot have {world.local_world_size} workers: {error.strerror}. Raise the hard limit of "
+            "open files (ulimit -Hn), or start fewer workers."
         ) from error
 
 
 def _log_thread_rule(world: WorldSpec, environ: Mapping[str, str]) -> None:
     if world.restart_count == 0 and world.local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
         _log.warning(
-            "OMP_NUM_THREADS is not set: each of the %d workers of this node gets 1, so that they do not compete "
-            "for processors. Set it to another number for more threads.",
+            "OMP_NUM_THREADS is not set, so each of the %d workers of this node uses 1 thread. To use more, "
+            "set it to another number.",
             world.local_world_size,
         )
 
@@ -418,7 +418,7 @@ async def _save_last_step(workers: Sequence[_Worker], watch: WorkerWatch | None)
             survivors.append(Survivor(worker.local_rank, worker.pid, worker.exit, BreathPage(*page)))
         await take_last_breath(survivors)
     except OSError as error:
-        _log.info("no last step: %s", error.strerror)
+        _log.info("the last step cannot be saved: %s", error.strerror)
     finally:
         for survivor in survivors:
             survivor.page.close()
@@ -522,8 +522,8 @@ def _visible_device(visible: str | None, local_rank: int) -> str:
     devices = visible.split(",")
     if local_rank >= len(devices):
         raise StartFailed(
-            f"--virtual-local-rank: local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible}. "
-            "Start fewer workers on this node or show them more devices."
+            f"--virtual-local-rank: there is no device for local rank {local_rank} in "
+            f"CUDA_VISIBLE_DEVICES={visible}. Start fewer workers on this node, or give the node more devices."
         )
     return devices[local_rank].strip()
 

@@ -210,9 +210,8 @@ class Spawner:
         size += sum(map(len, message.args))
         if size > MAX_MESSAGE_BYTES - 65536:
             raise StartFailed(
-                f"The environment and the arguments of a worker have {size} bytes; at most "
-                f"{MAX_MESSAGE_BYTES - 65536} are possible. "
-                "The worker cannot start. Shorten its arguments, or remove large variables."
+                f"The worker cannot start, because its environment and arguments have {size} bytes; at most "
+                f"{MAX_MESSAGE_BYTES - 65536} are possible. Shorten its arguments, or remove large variables."
             )
         request = _Request(message, loop, streams)
         answer = await self._ask(request)
@@ -319,7 +318,7 @@ class Spawner:
         try:
             request.begin_attempt()
         except OSError as error:
-            request.refuse(f"no descriptors for another worker: {error.strerror}")
+            request.refuse(f"no file descriptors are left for another worker: {error.strerror}")
             return
         self._outbox.append(_Parcel(pack(msgspec.msgpack.encode(request.message)), request))
 
@@ -414,7 +413,8 @@ class Spawner:
             if self._num_early_deaths >= 2 * _MAX_ATTEMPTS:
                 # Only a later request tries again: what kills them may pass, but not by being repeated.
                 self._fail_all(
-                    "The process that starts workers failed several times in a row. The log above has its last lines."
+                    "The process that starts workers failed several times in a row. Its last lines are in the "
+                    "log above."
                 )
                 return
         self._keep_trying(self._restart_delays)
@@ -443,7 +443,7 @@ class Spawner:
             if request.answer.done():
                 continue
             if request.num_attempts >= _MAX_ATTEMPTS:
-                request.refuse(f"{_MAX_ATTEMPTS} zygotes died over this request")
+                request.refuse(f"{_MAX_ATTEMPTS} processes that start workers ended during this request")
             else:
                 self._post(request)
         self._on_writable()
@@ -488,7 +488,7 @@ class Leash:
                 said = await loop.sock_recv(self._socket, 4096)
         except TimeoutError:
             raise StartFailed(
-                f"The worker (pid {self.pid}) did not begin within {timeout:g} s after its fork."
+                f"The worker (pid {self.pid}) did not start to run within {timeout:g} s after its fork."
             ) from None
         except ConnectionError:
             said = b""  # killed meanwhile: its exit status tells

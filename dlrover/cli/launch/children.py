@@ -50,9 +50,9 @@ class LaunchedChild:
             now = time.monotonic()
             if self._missed_since is None:
                 self._missed_since = now
-                say(f"the {self._name} cannot be started now; trying again for {limit:.0f} s. {error}")
+                say(f"the {self._name} cannot start now; the launcher tries again for up to {limit:.0f} s. {error}")
             if now - self._missed_since >= limit:
-                return f"The {self._name} could not be started for {limit:.0f} s. {error}"
+                return f"The {self._name} could not start within {limit:.0f} s. {error}"
             self.starts_at = now + pause_after(now - self._missed_since)
         return ""
 

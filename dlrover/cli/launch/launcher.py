@@ -307,7 +307,7 @@ class Launcher:
             self._ended = Ended(0 if is_done else 128 + self._stopped_by, result)
             return
         if result is not None and result.is_job_alive and self._master.pid is not None and self._has_other_nodes:
-            say(f"{result.message} This launcher keeps running, because it hosts the master of the other nodes.")
+            say(f"{result.message} This launcher keeps running, because it hosts the master for the other nodes.")
             self._departed = result
             return
         if result is not None:
@@ -322,12 +322,13 @@ class Launcher:
         self._sweep()
         if self._num_agent_deaths > MAX_AGENT_RESTARTS:
             message = (
-                f"The agent of this node ended {self._num_agent_deaths} times in a row without a result, the last "
-                f"time with {how} after {lived:.1f} s. See its output above, and `dlrover-run --check-env`."
+                f"The agent of this node ended {self._num_agent_deaths} times in a row without a result, the "
+                f"last time with {how} after {lived:.1f} s. Read its output above, and run `dlrover-run "
+                "--check-env`."
             )
             self._fail(EXIT_FAILED, message)
         else:
-            say(f"the agent ended ({how}); starting it again, its workers resume")
+            say(f"the agent ended ({how}) and is started again; its workers are restored")
             self._restart_agent()
 
     def _end_without_agent(self, end: JobEnd) -> None:
@@ -427,16 +428,16 @@ class Launcher:
         excess = self._num_quick_master_deaths - NUM_QUICK_DEATHS
         pause = min(LONGEST_PAUSE, 0.1 * 2**excess) if excess > 0 else 0.0
         say(
-            f"the master ended ({how}); starting it again"
+            f"the master ended ({how}) and is started again"
             + (f" in {pause:.1f} s" if pause else "")
-            + ", workers train on"
+            + "; workers keep training"
         )
         self._master.starts_at = time.monotonic() + pause
 
     def _on_port_taken(self) -> None:
         """Another process listened first. With a port that no other process knows, any other does as well."""
         if not self._place.is_port_free_choice:
-            say(f"another launcher hosts the master at {self._place.address}; connecting to it")
+            say(f"another launcher hosts the master at {self._place.address}; this launcher connects to it")
             self._place = msgspec.structs.replace(self._place, is_ours=False)
             self._look_for_master()
             return
@@ -480,7 +481,7 @@ class Launcher:
             if self._departed is not None or self._agent.starts_at is not None:
                 self._ended = Ended(128 + number, self._departed)
         elif number == signal.SIGINT:
-            say("interrupted again: killing everything at once")
+            say("interrupted again: all processes are killed at once")
             self._kill_agent_at = time.monotonic()
             self._is_hurried = True
 
@@ -510,9 +511,10 @@ class Launcher:
             probe, self._probe = self._probe, None
             if not probe.has_found and self._stopped_by is None:
                 message = (
-                    f"No master answered at {self._place.address} within {probe.timeout:.0f} s ({probe.trouble}), and this "
-                    "host does not start it, because the address belongs to another host. Check that the address is "
-                    "right and reachable from here, and that the node there has been started."
+                    f"No master answered at {self._place.address} within {probe.timeout:.0f} s "
+                    f"({probe.trouble}). This host does not start the master, because the address belongs to "
+                    "another host. Check that the address is correct and reachable from here, and that the "
+                    "launcher on that host runs."
                 )
                 self._fail(EXIT_MASTER_LOST, message)
 
@@ -533,8 +535,8 @@ class Launcher:
         left = process_tree().kill_descendants(keep, deadline=SWEEP_TIMEOUT)
         if left:
             say(
-                f"the processes {left} still exist after SIGKILL: they wait inside the kernel, often for a device or "
-                "a file system"
+                f"the processes {left} still exist after SIGKILL. They wait inside the kernel, usually for a "
+                "device or a file system."
             )
 
     def _clear_up(self) -> None:
@@ -542,7 +544,7 @@ class Launcher:
             self._end_children()
         except OSError as error:
             # How the job ended is known by now, and nothing that goes wrong here may be told in its place.
-            say(f"could not make sure that every process of the job has ended: {error}")
+            say(f"the launcher could not check that every process of the job has ended: {error}")
 
     def _end_children(self) -> None:
         both = (self._agent, self._master)
@@ -585,7 +587,7 @@ def _read_result(directory: str) -> AgentResult | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        say(f"the agent left a result that cannot be read: {error}")
+        say(f"the agent's result cannot be read: {error}")
         return None
 
 
@@ -645,7 +647,7 @@ def _write_outcome(path: str, result: AgentResult) -> None:
     try:
         write_private(path, msgspec.json.encode(result))
     except ConfigError as error:
-        say(f"the launcher could not write how the job ended; its exit code is right. {error}")
+        say(f"the launcher could not write how the job ended; its exit code is correct. {error}")
 
 
 def main() -> int:

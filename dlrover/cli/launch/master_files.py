@@ -55,7 +55,7 @@ class MasterFiles:
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            say(f"the master left an end of the job that cannot be read: {error}")
+            say(f"the master's record of how the job ended cannot be read: {error}")
             return None
 
     def read_goodput(self) -> GoodputStatus | None:

@@ -77,7 +77,7 @@ class HostSocket:
         try:
             await self._converse(reader, writer)
         except (OSError, Rejected, TimeoutError) as error:
-            log.info("a client of the node host was hung up on reason=%s", error)
+            log.info("the node host closed the connection to a client reason=%s", error)
         except asyncio.CancelledError:
             pass  # the host closes; a task that asyncio's server started must not end as cancelled
         finally:
@@ -88,7 +88,7 @@ class HostSocket:
         peer: socket.socket = writer.get_extra_info("socket")
         _, uid, _ = peer_credentials(peer)
         if uid not in (0, os.geteuid()):
-            raise Rejected(f"a process of user {uid} may not use this node host; only root and user {os.geteuid()} may")
+            raise Rejected(f"a process of user {uid} may not use this node host. Only root and user {os.geteuid()} may")
         async with asyncio.timeout(REQUEST_TIMEOUT):
             frame = await read_frame(reader)
         if frame is None:

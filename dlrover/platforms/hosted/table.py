@@ -144,9 +144,7 @@ class NodeHost:
     def limit_nodes(self, most: int) -> None:
         """From now on; 0: any number. Nodes that run stay until their job lets them go."""
         if most < 0:
-            raise Rejected(
-                f"The greatest number of nodes on a host must be at least 0 (got {most}). 0 stands for any number."
-            )
+            raise Rejected(f"The largest number of nodes on a host must be at least 0 (got {most}). 0 means no limit.")
         self._capacity = most
         for job in self._jobs.values():
             job.notify(RoomChanged())

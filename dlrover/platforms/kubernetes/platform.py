@@ -108,10 +108,10 @@ class _JobStatus:
         try:
             answer = await self._write({"cordonHosts": self._cordoned}, f"{FIELD_MANAGER}-hosts")
         except Unavailable as error:
-            log.warning("machine not cordoned host=%s reason=%s", host, error)
+            log.warning("a machine could not be cordoned host=%s reason=%s", host, error)
             return
         if not isinstance(answer, FoundObject):
-            log.warning("machine not cordoned host=%s reason=%s", host, answer.message)
+            log.warning("a machine could not be cordoned host=%s reason=%s", host, answer.message)
 
     async def _write(self, status: JsonObject, manager: str) -> ObjectAnswer:
         """A manager owns what it wrote last, and what it leaves out then is removed: so each part has its own."""
@@ -155,7 +155,7 @@ class _Spares:
         try:
             await self._delete(pod, pod.spec.termination_grace_period_seconds or 0)
         except (Rejected, Unavailable) as error:
-            log.warning("ended pod not deleted pod=%s reason=%s", pod.metadata.name, error)
+            log.warning("an ended pod could not be deleted pod=%s reason=%s", pod.metadata.name, error)
 
 
 class PodPlatform:
@@ -194,9 +194,11 @@ class PodPlatform:
         try:
             given = msgspec.convert(dict(options), PodOptions)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"Options of the Kubernetes platform: {error}.") from error
+            raise ConfigError(f"The options of the Kubernetes platform are not valid: {error}.") from error
         if given.job.uid != job_uid:
-            raise ConfigError(f"The options describe the job {given.job.uid}, and the master runs {job_uid}.")
+            raise ConfigError(
+                f"The options of the platform are for the job {given.job.uid}, but the master runs {job_uid}."
+            )
         access = find_access(os.environ, kubeconfig=Path(given.kubeconfig) if given.kubeconfig else None)
         return cls(ClusterApi(access), given.job, can_cordon=given.can_cordon)
 
@@ -304,7 +306,7 @@ class PodPlatform:
         name = names.pod_name(self._job.name, intent.node_type.value, intent.id)
         answer = await self._api.get(PODS, name, namespace=self._job.namespace)
         if isinstance(answer, NotFound):
-            raise LaunchNotTaken(f"{intent.name}: a pod {name} existed a moment ago and is now deleted")
+            raise LaunchNotTaken(f"{intent.name}: the pod {name} was created and then deleted")
         if not isinstance(answer, FoundObject):
             raise Unavailable(f"{intent.name}: {answer.message}")
         pod = decode(Pod, answer.body)
@@ -425,4 +427,4 @@ def _amounts(text: str) -> dict[str, str]:
 
 def _look_at(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the view of the cluster ended by a bug", exc_info=error)
+        log.error("the view of the cluster ended because of a bug", exc_info=error)

@@ -291,7 +291,9 @@ class AgentChannel:
                 if leaving.done():
                     return
                 if not connected.done():
-                    raise Unavailable(f"the master at {self._address} did not take the stream in {ATTACH_TIMEOUT:g} s")
+                    raise Unavailable(
+                        f"the master at {self._address} did not accept the stream within {ATTACH_TIMEOUT:g} s"
+                    )
                 if stream.done():
                     raise error_of(await stream.code(), await stream.details(), self._address)
                 reader = asyncio.ensure_future(self._read(stream, outbox))
@@ -336,7 +338,9 @@ class AgentChannel:
                     if self._outbox is not None:
                         limit.reschedule(None)
         except TimeoutError:
-            raise Unavailable(f"the master at {self._address} did not attach us in {ATTACH_TIMEOUT:g} s") from None
+            raise Unavailable(
+                f"the master at {self._address} did not answer `Attach` within {ATTACH_TIMEOUT:g} s"
+            ) from None
 
     def _receive(self, parcel: FromMaster, outbox: Outbox[FromAgent]) -> None:
         match parcel:
@@ -365,7 +369,8 @@ class AgentChannel:
     def _accept(self, attached: Attached, outbox: Outbox[FromAgent]) -> None:
         if attached.master_epoch < self._master_epoch:
             raise Unavailable(
-                f"the master at {self._address} is of epoch {attached.master_epoch}, older than {self._master_epoch}"
+                f"the master at {self._address} is old: it has epoch {attached.master_epoch}, and a master of "
+                f"epoch {self._master_epoch} answered before"
             )
         self._master_epoch = attached.master_epoch
         self._outbox = outbox
@@ -427,7 +432,7 @@ class AgentChannel:
     def _note(self, error: Unavailable) -> None:
         text = str(error)
         if text != self.trouble:
-            log.info("master unreachable address=%s reason=%s", self._address, text)
+            log.info("the master cannot be reached address=%s reason=%s", self._address, text)
         self.trouble = text
 
 
@@ -474,7 +479,10 @@ def error_of(
 ) -> Rejected | Unavailable:
     text = details or code.name
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        text = f"what listens there is not a DLRover {'master' if who == 'master' else 'service of this kind'} ({text}). Check the address"
+        text = (
+            "the program that listens there is not a DLRover "
+            f"{('master' if who == 'master' else 'service of this kind')} ({text}). Check the address"
+        )
     if code in _FINAL_CODES:
         return Rejected(f"{who} at {address}: {text}", code=_FINAL_CODES[code])
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

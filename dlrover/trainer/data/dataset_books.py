@@ -94,8 +94,8 @@ class DatasetBooks:
             return self._link.ask(request, timeout=self._patience)
         except Unavailable as error:
             raise DataUnavailable(
-                f"The master did not answer for {self._patience:g} s about dataset {self.spec.name!r}: {error}. Nothing was "
-                "lost: start the job again, it goes on where its model is."
+                f"The master did not answer for {self._patience:g} s about dataset {self.spec.name!r}: {error}. "
+                "No record is lost. Start the job again; it continues from its last checkpoint."
             ) from error
         except Rejected as error:
             raise Rejected(f"Dataset {self.spec.name!r}: {error}", code=error.code) from error

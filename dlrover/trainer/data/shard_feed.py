@@ -133,14 +133,14 @@ class ShardFeed:
                     return None
                 if self._is_closing:
                     raise DataUnavailable(
-                        f"The client of dataset {self.spec.name!r} is closed. Make a new one to read on."
+                        f"The client of dataset {self.spec.name!r} is closed. Make a new client to continue reading."
                     )
                 self._num_waiting += 1
                 self._news.notify_all()
                 try:
                     left = None if end_at is None else end_at - time.monotonic()
                     if left is not None and left <= 0:
-                        raise TimeoutError(f"The master gave out no shard of {self.spec.name!r} within {timeout:g} s.")
+                        raise TimeoutError(f"The master sent no shard of {self.spec.name!r} within {timeout:g} s.")
                     with phases.span(phases.DATA):
                         self._news.wait(left)
                 finally:
@@ -159,8 +159,8 @@ class ShardFeed:
             start = shard.start + self._done.get(shard.id, 0)
             if shard.id not in self._taken or not 0 < count <= shard.end - start:
                 raise ValueError(
-                    f"Cannot report {count} records of shard {shard.id} of {self.spec.name!r}: it does not have so "
-                    "many left. Report each batch once."
+                    f"{count} records of shard {shard.id} of {self.spec.name!r} cannot be reported, because it "
+                    "has fewer unreported records. Report each batch once."
                 )
             self._done[shard.id] = self._done.get(shard.id, 0) + count
             self._consumed.append(Consumption(shard.id, count, step))
@@ -302,7 +302,7 @@ class ShardFeed:
         def tell(error: Exception) -> None:
             is_ours = isinstance(error, DLRoverError)
             if not is_ours:
-                log.exception("bug in dlrover: this worker gets no more shards of %r", self.spec.name)
+                log.exception("this worker gets no more shards of %r because of a bug in DLRover", self.spec.name)
             with self._news:
                 reason = f": {error}" if is_ours else f" because of a bug in dlrover: {error!r}"
                 self._trouble = DataUnavailable(f"This worker gets no more shards of {self.spec.name!r}{reason}")
@@ -386,7 +386,7 @@ class ShardFeed:
         try:
             self.books.await_model(wait)
         except (Rejected, Unavailable) as error:
-            log.info("asking the master again for shards of %r: %s", self.spec.name, error)
+            log.info("the master did not answer; it is asked again for shards of %r: %s", self.spec.name, error)
             pause_before_retry(wait)
         with self._news:
             self._listener = None

@@ -295,7 +295,7 @@ async def test_storage_that_fails_is_reported_once_and_healed_by_the_next_save(m
         await asyncio.wait(saver._tasks)
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
-    assert "Training goes on" in errors[0].message
+    assert "Training continues" in errors[0].message
     (tmp_path / "checkpoints").unlink()
     saver.on_saved(news(trainer.save(3, is_storage=True), is_storage=True))
     await saver.drain(is_hurried=False)

@@ -66,7 +66,7 @@ def test_a_master_that_somebody_asked_to_stop_is_started_again(job: StandinJob, 
     job.open_gate()
     exit_code, said = job.finish()
     assert exit_code == 0
-    assert "starting it again" in said
+    assert "is started again" in said
     assert job.files_left() == []
 
 
@@ -86,7 +86,7 @@ def test_an_end_that_the_agent_did_not_hear_is_reported_by_the_launcher(
     assert "agent was not running" in said
     assert "for the third time" in said
     assert "rank 1 on elsewhere" in said
-    assert "starting it again" not in said
+    assert "is started again" not in said
     assert job.files_left() == []
 
 

@@ -108,7 +108,7 @@ def test_an_agent_that_cannot_be_started_again_at_once_is_started_later(job: Sta
     job.event("waiting")
     obstacle = job.spoil("agent.json")
     os.kill(int(agent), signal.SIGKILL)
-    job.says("the agent cannot be started now")
+    job.says("the agent cannot start now")
     obstacle.rmdir()
     job.event("waiting")
     job.open_gate()
@@ -124,7 +124,7 @@ def test_an_agent_that_cannot_be_started_again_at_all_is_a_failure_and_no_wrong_
     os.kill(int(agent), signal.SIGKILL)
     exit_code, said = job.finish()
     assert exit_code == 1
-    assert "The agent could not be started for 0 s" in said
+    assert "The agent could not start within 0 s" in said
     assert job.files_left() == []
 
 
@@ -134,7 +134,7 @@ def test_a_signal_ends_a_launcher_that_cannot_start_its_agent(job: StandinJob) -
     job.event("waiting")
     job.spoil("agent.json")
     os.kill(int(agent), signal.SIGKILL)
-    job.says("the agent cannot be started now")
+    job.says("the agent cannot start now")
     process.send_signal(signal.SIGTERM)
     assert job.finish()[0] == 143
     assert job.files_left() == []
@@ -147,7 +147,7 @@ def test_the_end_of_the_job_ends_a_launcher_that_cannot_start_its_agent(job: Sta
     job.event("master")
     job.spoil("agent.json")
     os.kill(int(agent), signal.SIGKILL)
-    job.says("the agent cannot be started now")
+    job.says("the agent cannot start now")
     job.open_gate()
     assert job.finish()[0] == 0
     assert job.files_left() == []
@@ -159,7 +159,7 @@ def test_a_master_that_cannot_be_started_again_at_once_is_started_later(job: Sta
     master, *_ = job.event("master")
     obstacle = job.spoil("master.json")
     os.kill(int(master), signal.SIGKILL)
-    job.says("the master cannot be started now")
+    job.says("the master cannot start now")
     obstacle.rmdir()
     job.event("master")
     job.open_gate()
@@ -288,7 +288,7 @@ def test_a_master_whose_name_nobody_knows_is_told_in_the_resolvers_words(job: St
     exit_code, said = job.finish()
     assert exit_code == 23
     assert unknown.value.strerror
-    assert f"s ({unknown.value.strerror}), and this host" in said
+    assert f"s ({unknown.value.strerror}). This host" in said
 
 
 def test_two_launchers_on_one_host_share_one_master_and_its_token(job: StandinJob, reserved_port: int) -> None:
@@ -324,7 +324,7 @@ def test_a_launcher_whose_node_was_scaled_away_stays_for_the_master_of_the_other
     job.open_gate()
     exit_code, said = job.finish()
     assert exit_code == 0
-    assert "it hosts the master of the other nodes" in said
+    assert "it hosts the master for the other nodes" in said
     assert not is_alive(int(master))
     assert job.files_left() == []
 

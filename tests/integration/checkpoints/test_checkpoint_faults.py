@@ -50,7 +50,7 @@ def test_a_full_a_read_only_and_a_vanished_disk_and_64_mib_of_shared_memory(jobs
     assert "No space left on device" in told[0]
     assert "Read-only file system" in told[1]
     assert str(tmp_path / "checkpoints") in told[2]
-    assert all("Training goes on" in line for line in told)
+    assert all("Training continues" in line for line in told)
     state = torch.load(tmp_path / "last" / "rank_0.pt", mmap=True)
     assert state["step"] == 11
 

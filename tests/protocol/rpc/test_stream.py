@@ -136,7 +136,7 @@ async def test_a_master_that_stays_below_that_epoch_is_not_obeyed(
         while len(master_loop.attaches) < 3:  # refused, and tried again
             await master_loop.until(Request)
     assert agent.attachments.empty()
-    assert "epoch 4, older than 5" in agent.channel.trouble
+    assert "it has epoch 4, and a master of epoch 5 answered before" in agent.channel.trouble
     master_loop.master_epoch = 6
     assert (await agent.attached()).master_epoch == 6
 

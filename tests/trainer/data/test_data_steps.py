@@ -66,7 +66,7 @@ def test_a_snapshot_taken_while_the_master_is_away_knows_what_it_contains(
     assert data_steps.unconfirmed(2) == {"d": [Claim(0, 0, 8, 2)]}
     result = checkpointer.save_checkpoint(3, {"seen": seen}, storage_type=StorageType.DISK)
     assert result, "it is in memory"
-    assert "the next save goes to storage" in result.message
+    assert "The next save goes to storage" in result.message
     assert not checkpointer.wait_latest_checkpoint(30), "not in storage"
     assert not (tmp_path / "checkpoints").exists()
 

@@ -141,7 +141,7 @@ def test_many_shards_go_into_one_message(link: WatchedLink) -> None:
 def test_a_master_that_is_away_is_no_end_of_data(link: WatchedLink) -> None:
     reader = client(link)
     link.is_away = True
-    with pytest.raises(DataUnavailable, match="Nothing was lost"):
+    with pytest.raises(DataUnavailable, match="No record is lost"):
         list(read(reader))
     reader.close()
 

@@ -55,8 +55,8 @@ log = logging.getLogger("dlrover.trainer.flash_checkpoint")
 
 ON_BUSY = ("skip", "block", "latest")
 _ONLY_IN_MEMORY = (
-    "The master has not confirmed which data the model has read. "
-    "The save is kept in memory; the next save goes to storage."
+    "The master has not confirmed which data the model has read, so this save stays in memory. The next save "
+    "goes to storage."
 )
 _LOOK_AGAIN_AFTER = 0.02
 _ALONE_PATIENCE = 1.0
@@ -217,7 +217,7 @@ class CheckpointEngine:
         claims = data_return.unconfirmed(self._agreement, step, is_storage=is_storage or self._is_storage_owed)
         if claims is None or (claims and not self.keeps_claims):
             unsure = Unavailable(
-                "the master has not confirmed which data the model has read; the next save is tried as usual"
+                "the master has not confirmed which data the model has read; the next save starts as usual"
             )
             return self._failed(step, unsure, time.perf_counter() - begun_at)
         confirmed_in = time.perf_counter() - begun_at
@@ -395,13 +395,13 @@ class CheckpointEngine:
         they may be gone. Who restores compares the attempts. Raises OSError, ConfigError or Unavailable.
         """
         if self._agreement.share.num_shards != 1:
-            raise Unavailable("the state is cut into shards, and a shard of the lost worker may be gone")
+            raise Unavailable("the state is divided into shards, and a shard of the lost worker may be missing")
         self._write_alone(step, parts, paths, attempt)
 
     def _write_alone(self, step: int, parts: Mapping[str, object], paths: Mapping[str, str], attempt: str) -> None:
         share = self._agreement.share
         if data_return.uses_shards():
-            raise Unavailable("what was read of the datasets since the newest snapshot is not known on all ranks")
+            raise Unavailable("not all ranks know which data were read since the newest snapshot")
         request = SaveRequest(
             directory=self.checkpoint_dir,
             target=str(step),
@@ -435,7 +435,7 @@ class CheckpointEngine:
                 time.sleep(_LOOK_AGAIN_AFTER)
             if pending is None:
                 raise Unavailable(
-                    "all memory for snapshots is occupied by earlier saves, which are being written to storage"
+                    "earlier saves, which are being written to storage, still use all memory for snapshots"
                 )
             self.outlet.saved(pending.finish(), request)
 
@@ -533,9 +533,9 @@ class CheckpointEngine:
             result.is_stale = True
             if self._staleness.is_to_be_told():
                 log.warning(
-                    "step %d holds the same bytes as the save before, although an optimizer has stepped since. It was "
-                    "saved unchanged. "
-                    "If your script builds or copies the state once before the loop, build it anew for each save.",
+                    "The save of step %d has the same bytes as the previous save, although an optimizer has "
+                    "stepped. If your script builds or copies the state once before the loop, build it anew "
+                    "for each save.",
                     result.step,
                 )
         return result
@@ -545,7 +545,7 @@ class CheckpointEngine:
     ) -> None:
         copied = copy_aside(parts, self._copier)
         if copied is None:
-            result.message = "The save was skipped: this kind of state cannot be copied to wait until memory is free."
+            result.message = "The save was skipped: a state of this kind cannot be copied and wait for free memory."
             return
         self._give_way()
         result.reason, result.is_done = SaveReason.QUEUED, False
@@ -556,7 +556,7 @@ class CheckpointEngine:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.result.reason, waiting.result.is_done = SaveReason.SKIPPED_BUSY, True
-            waiting.result.message = "A newer state took its place."
+            waiting.result.message = "A newer state replaced this one."
 
     def _end_waiting(self, on_busy: str) -> None:
         """Give the state that waits a slot, if there is one now."""
@@ -632,7 +632,9 @@ class CheckpointEngine:
         except RuntimeError as error:  # what torch raises when a rank is gone
             raise Unavailable(f"The saving ranks could not agree on this save: {error}") from error
         if not is_whole and name is not None and self._segments is not None and self._segments.discard(name):
-            log.warning("the snapshot of step %d is discarded: another rank could not finish its part", name.step)
+            log.warning(
+                "The snapshot of step %d is discarded, because another rank could not finish its part.", name.step
+            )
 
     def _at_exit(self) -> None:
         """What was begun shall count; not for a forked child, which has a copy of this and no threads."""
@@ -651,7 +653,7 @@ class CheckpointEngine:
     def _owe_storage(self, step: int) -> None:
         if not self._is_storage_owed:
             self._is_storage_owed = True
-            log.warning("step %d does not go to storage. %s", step, _ONLY_IN_MEMORY)
+            log.warning("Step %d is not written to storage. %s", step, _ONLY_IN_MEMORY)
 
     def _agree_late(self) -> None:
         """The process group may have been made after us."""

@@ -109,5 +109,5 @@ def _is_committed(request: SaveRequest) -> bool:
     except FileNotFoundError:
         return False
     except (OSError, ManifestInvalid) as error:
-        log.info("the tracker in %s cannot be read: %s", directory, error)
+        log.info("The tracker in %s cannot be read: %s", directory, error)
         return False
