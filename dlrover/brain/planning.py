@@ -201,10 +201,9 @@ def _in_units(group: PlannedGroup, bounds: JobBounds) -> PlannedGroup:
 def _why_none(alike: AlikeJobs) -> str:
     if not alike.level:
         return "Brain knows no completed job that is similar, so the job starts with the size that its user gave."
-    return f"{alike.text}, but none of them has a usable measurement, so the job starts with the size that its user "
-
-
-"gave."
+    return (
+        f"{alike.text}, but none of them has a usable measurement, so the job starts with the size that its user gave."
+    )
 
 
 def _scopes(tenant: str, user: str, namespace: str, cluster: str, app: str) -> dict[str, str]:

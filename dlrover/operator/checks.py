@@ -52,7 +52,7 @@ def problem_of(job: ElasticJob, seen: JobObjects, settings: OperatorSettings) ->
             hint = f" Did you mean {close[0]}?" if close else ""
             return Problem(
                 "UnknownReplicaType",
-                f"spec.replicaSpecs names the type {type_name}. The types are {', '.join(known)}.{hint}",
+                f"spec.replicaSpecs names the unknown type {type_name}. The types are {', '.join(known)}.{hint}",
             )
     if not any(type_name in _TYPES for type_name in job.spec.replica_specs):
         return Problem("NoReplicas", "spec.replicaSpecs has no type of node. Give at least `worker`.")

@@ -155,7 +155,11 @@ class _JobLoop:
                 has_changed = True  # the status shall say it
             if not has_changed:
                 return wake_at
-        log.error("the job still changes after %d passes job=%s/%s", MAX_PASSES, *self.key)
+        log.error(
+            "the job still needs changes after %d passes; the operator tries again later job=%s/%s",
+            MAX_PASSES,
+            *self.key,
+        )
         return time.time() + RESYNC / 10
 
     async def _carry_out(self, job: ElasticJob, actions: tuple[Action, ...]) -> bool:

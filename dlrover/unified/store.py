@@ -146,7 +146,8 @@ class EnsembleJournal:
         Raises `JournalCorrupt` if what they decided may have been done.
         """
         keys = [key for key in self._store.keys(f"{self._prefix}rec/") if key > self._record(machine.number)]
-        if keys and self._newest_bytes > self._small_bytes:
+        has_snapshots_seldom = self._newest_bytes > self._small_bytes or (not self._newest_bytes and len(keys) > 1)
+        if keys and has_snapshots_seldom:
             raise JournalCorrupt(
                 f"Its journal was written by decision version {machine.state.decision_version}, and this dlrover decides by version "
                 f"{ENSEMBLE_DECISIONS}. The job is too large to go on without its last {len(keys)} records. Submit it again: roles go on from "
@@ -155,6 +156,7 @@ class EnsembleJournal:
         for key in keys:
             self._store.delete(key)
         machine.state.decision_version = ENSEMBLE_DECISIONS
+        self._newest_bytes = 0  # no snapshot is of this version: the next record gets one
 
     def _record(self, number: int) -> str:
         return f"{self._prefix}rec/{number:012}"

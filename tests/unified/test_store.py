@@ -151,6 +151,30 @@ def test_a_large_job_of_another_decision_version_ends_with_a_sentence():
         journal(store).load()
 
 
+def test_a_large_job_that_an_upgraded_conductor_continued_outlives_that_conductor():
+    store, chance = FakeKeyValues(), random.Random(1)
+    ensemble = DurableEnsemble.take_over(journal(store, snapshot_every=3), NOW, first=BEGIN)
+    while ensemble.machine.number % 3:
+        ensemble.decide(next_command(ensemble, chance), NOW)
+    age(store)
+    upgraded = DurableEnsemble.take_over(journal(store), NOW)
+    upgraded.decide(next_command(upgraded, chance), NOW)
+    assert journal(store).load().digest() == upgraded.machine.digest()
+
+
+def test_a_journal_of_records_without_any_snapshot_is_not_taken_for_an_empty_one():
+    store, chance = FakeKeyValues(), random.Random(1)
+    ensemble = DurableEnsemble.take_over(journal(store), NOW, first=BEGIN)
+    for _ in range(3):
+        ensemble.decide(next_command(ensemble, chance), NOW)
+    for key in store.keys("uid/ensemble/snap/"):
+        del store.values[key]
+    num_records = len(store.keys("uid/ensemble/rec/"))
+    with pytest.raises(JournalCorrupt, match="Submit it again"):
+        journal(store).load()
+    assert len(store.keys("uid/ensemble/rec/")) == num_records
+
+
 @pytest.mark.parametrize("small_bytes", [0, SMALL_BYTES])
 def test_of_two_conductors_at_once_one_is_fenced_and_there_is_one_history(small_bytes: int):
     def own() -> EnsembleJournal:

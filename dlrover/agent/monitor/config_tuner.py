@@ -75,7 +75,11 @@ class ConfigTuner:
         try:
             write_config(self._path, with_offer(read_config(self._path), offered))
         except OSError as error:
-            log.warning("the tuned settings cannot be written file=%s reason=%s", self._path, error.strerror)
+            log.warning(
+                "the tuned settings could not be written, so the script keeps its present settings file=%s reason=%s",
+                self._path,
+                error.strerror,
+            )
             return
         log.info(
             "tuned settings version=%d micro_batch=%d accumulation=%d loader_workers=%d",

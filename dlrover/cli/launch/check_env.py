@@ -42,9 +42,9 @@ def print_table() -> int:
 def look() -> Iterator[EnvFinding]:
     version = ".".join(map(str, sys.version_info[:3]))
     yield EnvFinding(
-        "python", sys.version_info >= (3, 11), f"{version} ({sys.executable})", "everything (3.11 or newer)", True
+        "python", sys.version_info >= (3, 11), f"{version} ({sys.executable})", "every job (3.11 or newer)", True
     )
-    yield EnvFinding("linux kernel", _is_kernel_enough(), platform.release(), "everything (5.4 or newer)", True)
+    yield EnvFinding("linux kernel", _is_kernel_enough(), platform.release(), "every job (5.4 or newer)", True)
     has_pidfd = _works(lambda: os.close(os.pidfd_open(os.getpid())))
     yield EnvFinding(
         "pidfd", has_pidfd, "yes" if has_pidfd else "no", "noticing ended workers at once (otherwise by SIGCHLD)"

@@ -76,7 +76,9 @@ def check_command(command: Sequence[str], program: str) -> None:
         if parse(command, {}).is_given(dest):
             option = f"--{dest.replace('_', '-')}"
             advice = _INSTEAD.get(dest, "Leave it out.")
-            raise ConfigError(f"{option} after `{program}`: the job sets this option for each node. {advice}")
+            raise ConfigError(
+                f"{option} after `{program}` is not allowed, because the job sets it for each node. {advice}"
+            )
 
 
 def take_master_port(host: str, host_ports: Sequence[int] = ()) -> MasterPort:

@@ -234,7 +234,9 @@ def _model_card(text: str) -> ModelCard:
     except ValueError:
         numbers = []
     if len(numbers) != len(ModelCard.__struct_fields__):
-        raise ConfigError(f"--model-card {text}: give four whole numbers, block size, layers, heads and embedding.")
+        raise ConfigError(
+            f"--model-card {text}: give BLOCK,LAYERS,HEADS,EMBEDDING, four whole numbers such as 128,20,20,1280."
+        )
     return ModelCard(**dict(zip(ModelCard.__struct_fields__, numbers, strict=True)))
 
 

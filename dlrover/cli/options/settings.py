@@ -444,8 +444,8 @@ def _detection(parsed: Parsed) -> Detection:
         )
     except ValueError as error:
         raise ConfigError(
-            f"--heartbeat {heartbeat:g}, --node-silence {silence:g}, --node-suspicion {suspicion:g} and --node-grace "
-            f"{grace:g} do not fit together: {error}."
+            f"The values --heartbeat {heartbeat:g}, --node-silence {silence:g}, --node-suspicion {suspicion:g} and --node-grace "
+            f"{grace:g} are not valid: {error}."
         ) from error
 
 

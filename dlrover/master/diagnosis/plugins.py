@@ -84,7 +84,7 @@ class UserDiagnosticians:
         try:
             decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict)
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-            log.warning("a diagnostician returned no verdict: %s", error)
+            log.warning("a diagnostician returned an invalid verdict, which is ignored: %s", error)
             return None
         return msgspec.structs.replace(
             decoded,

@@ -238,8 +238,8 @@ def parse_operators(text: str, option: str = "--pre-check-ops") -> tuple[WantedC
         return _parse_tuples(text) if text.startswith(("[", "(")) else tuple(map(_parse_name, text.split(",")))
     except (ValueError, SyntaxError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f'{option} {text[:200]}: {error}. Give a list such as [("my_checks", "Disks", False)], where the last says whether a failure '
-            "is ignored, or names such as my_checks::Disks,my_checks::Network?, where ? says the same."
+            f"{option} {text[:200]}: {error}. Give names such as my_checks::Disks,my_checks::Network?, or a list such as "
+            '[("my_checks", "Disks", False)]. With ? or True, a failure of the check is ignored.'
         ) from error
 
 

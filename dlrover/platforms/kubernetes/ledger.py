@@ -124,7 +124,7 @@ class JobLedger:
         def note(state: LedgerState) -> tuple[LedgerState, object]:
             if master_epoch < state.epoch:
                 raise Unavailable(
-                    f"Another master with epoch {state.epoch} runs the job; this master has epoch {master_epoch}."
+                    f"A newer master (epoch {state.epoch}) runs the job, so this master (epoch {master_epoch}) records no plan."
                 )
             return replace(state.with_plan(uid), epoch=master_epoch), uid not in state.plans
 
@@ -136,7 +136,7 @@ class JobLedger:
         def note(state: LedgerState) -> tuple[LedgerState, object]:
             if master_epoch < state.epoch:
                 raise Unavailable(
-                    f"Another master with epoch {state.epoch} runs the job; this master has epoch {master_epoch}."
+                    f"A newer master (epoch {state.epoch}) runs the job, so this master (epoch {master_epoch}) records no sizes."
                 )
             return replace(state, sizes=tuple(sorted(sizes.items())), epoch=master_epoch), None
 

@@ -410,8 +410,8 @@ class SlotInWriting:
         if len(meta) > geometry.meta_bytes or data_length > geometry.data_bytes:
             self.abandon()
             raise ConfigError(
-                f"A snapshot has {data_length} bytes and {len(meta)} bytes of metadata, but its slot has room "
-                f"for {geometry.data_bytes} and {geometry.meta_bytes}: it was announced as smaller."
+                f"The snapshot has {data_length} bytes and {len(meta)} bytes of metadata, but its slot has room for only "
+                f"{geometry.data_bytes} and {geometry.meta_bytes}. Give `begin` the full size of the snapshot."
             )
         file.store(geometry.meta_at(self.slot), meta)
         self._writer._after_store("metadata")

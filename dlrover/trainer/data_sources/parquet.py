@@ -38,7 +38,9 @@ class ParquetSource:
         self.name = Path(files[0]).name
         self._fingerprint = ""
         if not len(self):
-            raise SourceError(f"{files[0]} has no records.")
+            raise SourceError(
+                f"The Parquet files have no records (first file: {files[0]}). Give a file with at least one record."
+            )
 
     @property
     def row_group_size(self) -> int:

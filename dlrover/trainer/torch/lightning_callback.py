@@ -49,11 +49,8 @@ class FlashLightningCallback(Callback):  # type: ignore[misc]
             raise ConfigError(
                 "FlashLightningCallback does not save DeepSpeed's state. Use another strategy, or DeepSpeedCheckpointer in a loop of your own."
             )
-        if trainer.ckpt_path:  # its loops and optimizers would be loaded after ours
-            raise ConfigError(
-                f"Give either FlashLightningCallback or ckpt_path={str(trainer.ckpt_path)!r}: both restore the training. To begin with the weights of "
-                "a file, load them into the module before fit."
-            )
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            _refuse_ckpt_path(trainer)
         also = _parts_of(trainer, self)
         optimizers = list(trainer.optimizers)
         if len(optimizers) > 1:  # each is a part of its own
@@ -73,6 +70,10 @@ class FlashLightningCallback(Callback):  # type: ignore[misc]
         self.restored_step = self.checkpointer.restore()
         self._newest_step = trainer.global_step
         self._stored_step = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """No step was made. Strategies that shard a model say only here whether Lightning has loaded a file over it."""
+        _refuse_ckpt_path(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         """Not after every batch is there a step: gradients may be accumulated."""
@@ -105,6 +106,14 @@ class FlashLightningCallback(Callback):  # type: ignore[misc]
         self.checkpointer = None
 
 
+def _refuse_ckpt_path(trainer: Any) -> None:
+    if trainer.ckpt_path:  # its loops and optimizers are loaded after ours
+        raise ConfigError(
+            f"Give either FlashLightningCallback or ckpt_path={str(trainer.ckpt_path)!r}: both restore the training. To begin with the weights of "
+            "a file, load them into the module before fit."
+        )
+
+
 def _parts_of(trainer: Any, this: Callback) -> dict[str, Any]:
     """Whatever has a state beside model and optimizers, by a name that stays the same."""
     parts: dict[str, Any] = {"fit_loop": _Loops(trainer), "precision": trainer.precision_plugin}
@@ -135,4 +144,5 @@ class _Loops:
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
+    """Without `step`, by which Lightning names the x axis of its loggers."""
+    return {name: float(value) for name, value in metrics.items() if name != "step"}

@@ -73,8 +73,8 @@ class DLConfig(BaseModel):
             total += size * next(iter(numbers.values()))
         if total > self.node_number * self.device_per_node + 0.05:
             raise ValueError(
-                f"The roles ask for {total:g} accelerators in all, but {self.node_number} nodes of "
-                f"{self.device_per_node} have only {self.node_number * self.device_per_node}."
+                f"The roles ask for {total:g} accelerators in all, but {self.node_number} nodes with "
+                f"{self.device_per_node} each have only {self.node_number * self.device_per_node}."
             )
         return self
 

@@ -180,6 +180,11 @@ class ConductorActor:
         except JournalCorrupt as error:  # the next life would find the same
             tending.cancel()
             showing.cancel()
+            # Elastic roles leave the registry when their jobs are removed, which nobody orders now.
+            registry = Registry()
+            for name in registry.names():
+                if name.startswith(f"{self._name}."):
+                    registry.remove(name)
             await self._finish(FinishEnsemble(EXIT_FAILED, f"The conductor cannot go on. {error}"))
             return
         except Exception as error:  # the edge of the process: Ray starts the next life, which reads the journal

@@ -52,7 +52,7 @@ def joined(order: InstanceOrder, store: KeyValues) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    if torch.cuda.is_available() and (device := _device(order)) != "cpu":
+    if torch.cuda.is_available() and (device := _cuda_device(order)) != "cpu":
         torch.cuda.set_device(device)
     backend = order.process_group.backend
     if backend == "auto":
@@ -146,7 +146,7 @@ def torch_device(*, gpus: Sequence[str], visible: str | None, local_rank: int, i
     if gpus[0] not in ids:
         raise ConfigError(
             f"Ray gave GPU {gpus[0]} to this instance, but CUDA_VISIBLE_DEVICES={visible} does not contain it. "
-            "Change this variable of the role."
+            "Remove this variable from the `env` of the role and of the job."
         )
     return f"cuda:{ids.index(gpus[0])}"
 
@@ -181,11 +181,26 @@ def _device(order: InstanceOrder) -> str:
     )
 
 
+def _cuda_device(order: InstanceOrder) -> str:
+    """CUDA that began in the entry point, before the ranks knew each other's GPUs, goes on with the one that Ray showed."""
+    import ray
+    import torch
+
+    device = _device(order)
+    number = int(device.partition(":")[2] or 0)
+    if order.is_device_by_rank or "CUDA_VISIBLE_DEVICES" in order.environ:
+        return device
+    if number < torch._C._cuda_getDeviceCount():  # `torch.cuda.device_count` may read the variable anew
+        return device
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(each) for each in ray.get_gpu_ids())
+    return _device(order)
+
+
 def _see_devices_of_node(order: InstanceOrder, store: KeyValues) -> None:
     """
     As below torchrun, a rank sees the GPUs of all ranks of its role on its node, and LOCAL_RANK is the number of its own.
 
-    Ray shows each rank its own GPU alone, as number 0. Too late if the module of the entry point has used a GPU.
+    Ray shows each rank its own GPU alone, as number 0. Too late if the module of the entry point has used CUDA: see `_cuda_device`.
     """
     import ray
 

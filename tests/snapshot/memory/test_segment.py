@@ -296,7 +296,7 @@ def test_metadata_that_outgrows_its_announcement_is_refused_and_harms_nothing(ho
     save(writer, 1)
     slot = writer.begin(NUM_BYTES, 100)
     assert slot is not None
-    with pytest.raises(ConfigError, match="was announced as smaller"), slot:
+    with pytest.raises(ConfigError, match="the full size of the snapshot"), slot:
         slot.complete(step=2, round_=1, data_length=1, layout_hash=bytes(16), sections={"x": bytes(1_000_000)})
     assert newest_step(home) == 1
     assert save(writer, 2) is not None

@@ -44,6 +44,7 @@ class Regression(LightningModule):
         self.seen.append(float(batch[0].sum()))
         loss = torch.nn.functional.mse_loss(self.inner(batch[0]), batch[1])
         self.log("loss", loss)
+        self.log("step", float(self.current_epoch))  # how a module names the x axis of its loggers
         return loss
 
     def configure_optimizers(self) -> Any:

@@ -630,7 +630,7 @@ class CheckpointEngine:
         try:
             is_whole, _ = self._agreement.decide(is_ready=name is not None)
         except RuntimeError as error:  # what torch raises when a rank is gone
-            raise Unavailable(f"The saving ranks could not agree on this save: {error}") from error
+            raise Unavailable(f"The ranks could not agree whether the previous save is complete: {error}") from error
         if not is_whole and name is not None and self._segments is not None and self._segments.discard(name):
             log.warning(
                 "The snapshot of step %d is discarded, because another rank could not finish its part.", name.step

@@ -241,7 +241,7 @@ class MemoryPieces:
                 continue
             if index not in self._where:
                 raise Incomplete(
-                    f"the piece of {index.fqn} at {tuple(index.offset or ())} is not in the memory of this node."
+                    f"The snapshots in memory do not contain the piece of {index.fqn} at {tuple(index.offset or ())}."
                 )
             item, holding, _source = self._where[index]
             if item.is_in_storage:

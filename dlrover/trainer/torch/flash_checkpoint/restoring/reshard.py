@@ -203,7 +203,7 @@ def _range_of(item: DcpItem, contents: Contents, entry: FileEntry, data_bytes: i
         ) from error
     start = storage.offset + item.start
     if item.start + item.num_bytes > storage.num_bytes or start + item.num_bytes > data_bytes:
-        raise SegmentInvalid(f"The snapshot is damaged: its tensor table places {item.name} outside its storage.")
+        raise SegmentInvalid(f"The snapshot is damaged: in its tensor table, {item.name} ends after its storage.")
     return start, item.num_bytes
 
 
