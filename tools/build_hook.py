@@ -27,7 +27,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path("dlrover/snapshot/copy/streaming.c")
-LIBRARY = Path("dlrover/snapshot/copy/_streaming.so")
+LIBRARY = Path("dlrover/snapshot/copy/libstreaming.so.1")
 FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-s")
 """Without debugging information and symbols of no use, so that the same source gives the same library wherever it lies."""
 DEADLINE = 60.0

@@ -2,6 +2,6 @@
 # that may let an import fail (KeyError in importlib's locks).
 import numpy.random  # noqa: F401
 
-from tests.agent.conftest import cold_spawner, spawner, tree
+from tests.agent.conftest import cold_spawner, kept, spawner, tree, tree_options
 
-__all__ = ["cold_spawner", "spawner", "tree"]
+__all__ = ["cold_spawner", "kept", "spawner", "tree", "tree_options"]

@@ -321,7 +321,7 @@ def tenants(
                 engine, lambda connection: add_token(connection, name, chosen, time.time(), row_limit=row_limit)
             )
             keep(token)
-        where = f"Its token is in {token_file}." if token_file else f"Its token: {token} (Brain cannot show it again.)"
+        where = f"Its token is in {token_file}." if token_file else f"Its token, which Brain cannot show again: {token}"
         echo(f"Tenant {name} has a token with the role {chosen}. {where}")
     elif action == "remove":
         count = _change(engine, lambda connection: remove_tokens(connection, name, TokenRole(role) if role else None))

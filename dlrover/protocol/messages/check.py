@@ -54,7 +54,7 @@ class CheckTerms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not self.module:
-            raise ValueError("the node check has no module to run")
+            raise ValueError("the node check needs at least one module to run")
         if not 1.0 <= self.straggler_ratio < 1e6:
             raise ValueError(f"--straggler-ratio {self.straggler_ratio:g}: give a number of at least 1, for example 2")
         if not 0 < self.timeout < 1e6:

@@ -30,7 +30,7 @@ left, without the interpreter lock, and says how many this call has copied.
 
 LINE_BYTES = 64
 
-BUILT_LIBRARY = Path(__file__).with_name("_streaming.so")
+BUILT_LIBRARY = Path(__file__).with_name("libstreaming.so.1")
 """Where the build puts it; it need not be there."""
 
 

@@ -23,7 +23,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a build with a compiler makes of the source."""
     if platform.machine() != "x86_64":
         pytest.skip("the loop is for x86-64; elsewhere memmove is used")
-    made = tmp_path_factory.mktemp("built") / "_streaming.so"
+    made = tmp_path_factory.mktemp("built") / "libstreaming.so.1"
     if not compile_loop(ROOT, made):
         pytest.skip("no C compiler here (install gcc)")
     return made
@@ -96,7 +96,7 @@ def test_threads_that_share_the_blocks_copy_each_of_them_once(library: Path) -> 
 def test_a_library_that_is_missing_or_cannot_be_loaded_leaves_the_copy_to_memmove(
     content: bytes | None, tmp_path: Path
 ) -> None:
-    built = tmp_path / "_streaming.so"
+    built = tmp_path / "libstreaming.so.1"
     if content is not None:
         built.write_bytes(content)
     assert load_streaming_copy(built) is None

@@ -59,7 +59,7 @@ def test_a_build_tells_its_commit_and_logs_go_to_a_file_of_each_process_where_th
     assert output.splitlines() == ["commit 0123abc of branch release"]
     [file] = logs.iterdir()
     assert file.name == f"trainer.{process.pid}.log"
-    assert "--worker_action predict starts nothing" in file.read_text()
+    assert "--worker_action predict does nothing" in file.read_text()
 
 
 @pytest.mark.parametrize("flag", ["--worker_num=0", "--ps_num=0", "--evaluator_num=2"])

@@ -135,7 +135,7 @@ def test_an_object_that_the_checkpoint_does_not_have_is_named(make):
     [
         ({"kind": "fsdp"}, "kind='fsdp' is unknown. Give one of auto, plain, sharded, deepspeed, megatron"),
         ({"also": [3]}, r"`also`: 0 is a int, which lacks state_dict\(\)"),
-        ({"checkpoint_interval": 0}, "checkpoint_interval 0 cannot be used"),
+        ({"checkpoint_interval": 0}, "checkpoint_interval 0 is not valid"),
         ({"replica_count": -1}, "replica_count"),
     ],
 )
