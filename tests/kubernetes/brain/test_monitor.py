@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from dlrover.protocol.errors import Rejected, Unavailable
 from dlrover.protocol.messages.brain import ClusterSeen, MachinesSeen
 from dlrover.protocol.rpc.brain import BrainChannel
 from tests.brain.jobs import began
+from tests.kubernetes import servers
 from tests.kubernetes.servers import Server
 
 QUICK = MonitorTiming(gather=0.05)
@@ -70,6 +71,14 @@ async def ends_in(brain: RunningBrain, count: int) -> list[Any]:
             found = await brain.store.read(lambda connection: list(find_node_ends(connection, (1,))))
             await asyncio.sleep(0.02)
     return found
+
+
+@pytest.fixture(scope="session")
+def api_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One of its own: machines and pods of the whole cluster count here, and other tests leave some."""
+    make = servers.ours if request.param == "ours" else servers.real
+    with make(tmp_path_factory.mktemp("api-server-of-brain")) as running:
+        yield running
 
 
 @pytest.fixture

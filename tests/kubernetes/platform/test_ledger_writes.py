@@ -128,7 +128,7 @@ async def test_a_plan_runs_once_whatever_restarts_between(ledgers):
     assert await one.note_plan("uid-1", 1) is True
     assert await one.note_plan("uid-1", 1) is False
     assert await other.note_plan("uid-1", 2) is False
-    with pytest.raises(Unavailable, match="Another master"):
+    with pytest.raises(Unavailable, match="A newer master"):
         await one.note_plan("uid-2", 1)
 
 

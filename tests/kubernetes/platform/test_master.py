@@ -204,8 +204,8 @@ async def test_a_master_of_no_job_says_so(lab, tmp_path):
 @pytest.mark.parametrize(
     ("plural", "what"),
     [
-        ("configmaps", "may not make its ledger"),
-        ("secrets", "may not make the token"),
+        ("configmaps", "may not create its ledger"),
+        ("secrets", "may not create the token"),
         ("services", "set POD_IP"),
     ],
 )

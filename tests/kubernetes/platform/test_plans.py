@@ -63,7 +63,7 @@ async def test_a_plan_of_a_master_that_was_followed_changes_nothing(lab: PlanLab
             await asyncio.sleep(0.05)
     lab.is_operator_there.set()
     await following
-    with pytest.raises(DLRoverError, match="from a master of epoch 1"):
+    with pytest.raises(DLRoverError, match="The plan is of master epoch 1"):
         await waiting
     assert sorted(await lab.pods()) == ["job-a-edljob-worker-0", "job-a-edljob-worker-2"]
 
