@@ -114,6 +114,7 @@ def begin(decision: Decision, known: ScaleFacts, verdict: ScaleVerdict) -> None:
         speed_before=known.speed,
         expected_speed=verdict.expected_speed,
         least_ratio=verdict.least_ratio,
+        cores_before=plans.cores_before(decision.state, plan) if verdict.kind == SERVERS else {},
     )
     _changed(scaling, verdict.kind, verdict.direction, decision.now)
     scaling.look_at = probation.ends_at(scaling, scaling.probation)
@@ -264,7 +265,7 @@ def _take_back(decision: Decision, watched: Probation, judgement: Judgement) -> 
     _changed(scaling, watched.kind, direction, now)
     scaling.look_at = None
     if not judgement.back_to:
-        back = plans.with_nodes(decision.state, watched.back) if watched.kind == SERVERS else watched.back
+        back = plans.with_nodes(decision.state, watched) if watched.kind == SERVERS else watched.back
         _carry_out(decision, back, judgement.sentence)
         return
     ratio = allreduce.least_ratio(judgement.back_to, watched.nodes_before, scaling.terms.scale_for)

@@ -21,7 +21,7 @@ COSTS_PER_PAUSE = 20
 MOST_PAUSE = 0.01
 """Of the last hour, for changes of our own."""
 HOUR = 3600.0
-QUICK_CHANGES = 4
+QUICK_CHANGES = 3
 """Of servers. After each further one the job waits twice as long for the next: a job that still moves after so many does not converge, and each change may be wrong."""
 MOST_DOUBLINGS = 8
 """With the default pause a change in 21 hours."""

@@ -81,6 +81,8 @@ class Probation(Struct, kw_only=True):
     expected_speed: float
     least_ratio: float
     """Speed after over speed before, below which it is taken back."""
+    cores_before: dict[NodeType, dict[int, float]] = {}
+    """Of servers and workers to which the plan gives other cores, by rank."""
 
 
 class Scaling(Struct, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from dlrover.core.scaling.servers.plans import back_of
 from dlrover.protocol.messages.fleet import FleetSpec, NodePhase, NodeType, PsReady, ReplicaSpec, Resource, Strategy
 from dlrover.protocol.messages.identity import Micros, NodeRank, PlatformId
 from dlrover.protocol.messages.scaling import (
@@ -254,3 +255,69 @@ def test_fewer_cores_of_idle_servers_stay_if_the_speed_stays() -> None:
     scene.measure(*(server(id_, 1.0) for id_ in fewer), at=600, step=200)
     assert scene.launched[-3:] == fewer
     assert scene.scaling.decisions[-1].outcome is not ScaleOutcome.TAKEN_BACK
+
+
+def test_what_is_taken_back_touches_no_server_that_the_change_left_alone() -> None:
+    scene = ServerScene.begun(num_ps=4)
+    old = [node.id for node in scene.fleet.live_nodes(NodeType.PS)]
+    scene.measure(server(old[0], 7.6), *(server(id_, 1.6) for id_ in old[1:]), at=300)
+    (large,) = scene.launched[-1:]
+    scene.run()
+    scene.do(PsReady())
+    scene.do(JobFacts(max_steps=100_000))
+    scene.measure(server(large, 10.0), *(server(id_, 1.0) for id_ in old[1:]), at=700, step=100)
+    fewer = scene.launched[-3:]
+    assert [(scene.launches[id_].rank, scene.launches[id_].resource.cpu) for id_ in fewer] == [(1, 5), (2, 5), (3, 5)]
+    scene.run()
+    scene.do(PsReady())
+    scene.measure(server(large, 10.0), *(server(id_, 1.0) for id_ in fewer), at=900, step=200, step_time=1.5)
+    assert scene.scaling.decisions[-1].outcome is ScaleOutcome.TAKEN_BACK
+    back = [scene.launches[id_] for id_ in scene.launched if id_ > fewer[-1]]
+    assert [(launch.rank, launch.resource.cpu) for launch in back] == [(1, 8), (2, 8), (3, 8)]
+    scene.run()
+    scene.do(PsReady())
+    sizes = sorted((node.rank, node.resource.cpu) for node in scene.fleet.live_nodes(NodeType.PS))
+    assert sizes == [(0, 16), (1, 8), (2, 8), (3, 8)]
+
+
+def test_servers_of_different_sizes_get_back_each_what_it_had() -> None:
+    """All are changed, in number too: who comes again for a rank that was given up gets the usual size."""
+    scene = ServerScene.begun(server_pause=0.0)
+    old = [node.id for node in scene.fleet.live_nodes(NodeType.PS)]
+    scene.measure(server(old[0], 7.6), server(old[1], 1.6), server(old[2], 1.6), at=300)
+    (large,) = scene.launched[-1:]
+    scene.run()
+    scene.do(PsReady())
+    scene.measure(server(large, 8.0), server(old[1], 4.0), server(old[2], 4.0), at=700)
+    nodes = tuple(PlannedNode(platform_node=PlatformId(id_), cpu=6.0) for id_ in (large, old[1], old[2]))
+    group = PlannedGroup(node_type=NodeType.PS, count=2, cpu=6.0)
+    scene.do(PlanOffered(plan=SizePlan(groups=(group,), nodes=nodes)))
+    fewer = scene.launched[-2:]
+    assert [(scene.launches[id_].rank, scene.launches[id_].resource.cpu) for id_ in fewer] == [(0, 6), (1, 6)]
+    scene.run()
+    scene.do(PsReady())
+    scene.measure(*(server(id_, 4.0) for id_ in fewer), at=900, step_time=1.5)
+    assert scene.scaling.decisions[-1].outcome is ScaleOutcome.TAKEN_BACK
+    scene.run()
+    scene.do(PsReady())
+    sizes = sorted((node.rank, node.resource.cpu) for node in scene.fleet.live_nodes(NodeType.PS))
+    assert sizes == [(0, 16), (1, 8), (2, 8)]
+
+
+def test_later_servers_get_back_what_the_change_took_from_them() -> None:
+    """The median of those that it exchanges; if it exchanges none, what later ones would have got. Other changes leave them alone."""
+    scene = ServerScene.begun()
+    old = [node.id for node in scene.fleet.live_nodes(NodeType.PS)]
+    scene.measure(server(old[0], 7.6), server(old[1], 1.6), server(old[2], 1.6), at=300)
+    large = PlannedNode(platform_node=PlatformId(scene.launched[-1]), cpu=4.0)
+    scene.run()
+    scene.do(PsReady())
+    group = PlannedGroup(node_type=NodeType.PS, cpu=4.0)
+
+    def back(*groups: PlannedGroup, nodes: tuple[PlannedNode, ...] = ()) -> SizePlan:
+        return back_of(scene.job.state, SizePlan(groups=groups, nodes=nodes))
+
+    assert back(nodes=(large,)) == SizePlan()
+    assert back(group, nodes=(large,)).groups == (PlannedGroup(node_type=NodeType.PS, cpu=16.0),)
+    assert back(group).groups == (PlannedGroup(node_type=NodeType.PS, cpu=8.0),)
+    assert back(PlannedGroup(node_type=NodeType.PS, count=5)).groups == (PlannedGroup(node_type=NodeType.PS, count=3),)

@@ -190,7 +190,7 @@ def _memory(alike: AlikeJobs, jobs: Sequence[JobSeen], kind: NodeType, count: in
         nearest = max((number for number, _ in uses if number <= count), default=0)
         fewest = min(number for number, _ in uses)
         # With fewer servers than any run had, each holds more: at most as many times as they are fewer.
-        used = [max(1.0, fewest / count) * memory for number, memory in uses if number >= nearest]
+        used = [max(1.0, fewest / max(1, count)) * memory for number, memory in uses if number >= nearest]
     oldest = min(job.began_at for job in jobs)
     too_little = [
         node.memory_mb

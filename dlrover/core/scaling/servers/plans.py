@@ -10,6 +10,7 @@ from dlrover.core.scaling import brakes, rules
 from dlrover.core.scaling.brakes import SERVERS, HeldBack, Promise
 from dlrover.core.scaling.facts import ScaleFacts
 from dlrover.core.scaling.fit.model import Fit, median
+from dlrover.core.scaling.state import Probation
 from dlrover.core.scaling.verdict import TOLERANCE, ScaleVerdict
 from dlrover.core.state import JobState
 from dlrover.protocol.messages.fleet import NodeType
@@ -47,42 +48,50 @@ def is_small_change(state: JobState, cores: float) -> bool:
     return now > 0 and rules.is_in_dead_band(cores, now)
 
 
+def cores_before(state: JobState, plan: SizePlan) -> dict[NodeType, dict[int, float]]:
+    """Of the nodes to which the plan gives other ones. By rank, which outlives its nodes."""
+    fleet = state.fleet
+    found: dict[NodeType, dict[int, float]] = {}
+    for planned in plan.nodes:
+        node = None if fleet is None else fleet.nodes.get(planned.platform_node)
+        if node is not None and planned.cpu is not None:
+            found.setdefault(node.node_type, {})[node.rank] = node.resource.cpu
+    return found
+
+
 def back_of(state: JobState, plan: SizePlan) -> SizePlan:
-    """What takes a plan back: the numbers and the cores as they are now. `with_nodes` completes it when it is carried out."""
+    """What takes a plan back: numbers, and cores of nodes that come later. `with_nodes` completes it when it is carried out."""
     fleet = state.fleet
     if fleet is None:
         return SizePlan()
-    exchanged = {
-        fleet.nodes[node.platform_node].node_type: None
-        for node in plan.nodes
-        if node.cpu is not None and node.platform_node in fleet.nodes
-    }
+    before = cores_before(state, plan)
     groups = []
     for kind, replicas in fleet.replicas.items():
         group = plan.group(kind)
-        count = None if group is None or group.count is None else replicas.target
-        has_cores = kind in exchanged or (group is not None and group.cpu is not None)
-        cores = [node.resource.cpu for node in fleet.live_nodes(kind)] if has_cores else []
-        cpu = median(cores) if cores else None
-        if count is not None or cpu:
-            groups.append(PlannedGroup(node_type=kind, count=count, cpu=cpu or None))
+        if group is None:
+            continue
+        cpu = None
+        if group.cpu is not None:
+            exchanged = list(before.get(kind, {}).values())
+            cpu = (median(exchanged) if exchanged else replicas.spec.resource.cpu) or None
+        groups.append(PlannedGroup(node_type=kind, count=None if group.count is None else replicas.target, cpu=cpu))
     return SizePlan(groups=tuple(groups))
 
 
-def with_nodes(state: JobState, back: SizePlan) -> SizePlan:
-    """Nodes that are there now get the cores of their group back; critical ones are never exchanged."""
+def with_nodes(state: JobState, watched: Probation) -> SizePlan:
+    """Nodes whose cores the change touched get back what their rank had, and no others; critical ones are never exchanged."""
     fleet = state.fleet
     if fleet is None:
-        return back
+        return watched.back
     nodes = [
-        PlannedNode(platform_node=node.id, cpu=group.cpu)
-        for group in back.groups
-        if group.cpu is not None
-        for node in fleet.live_nodes(group.node_type)
-        if node.resource.cpu != group.cpu and not node.is_finished and node.id not in fleet.migrations
-        if group.node_type is NodeType.PS or not node.is_critical
+        PlannedNode(platform_node=node.id, cpu=cpu)
+        for kind, ranks in watched.cores_before.items()
+        for rank, cpu in ranks.items()
+        if (node := fleet.holder(kind, rank)) is not None
+        if node.resource.cpu != cpu and not node.is_finished and node.id not in fleet.migrations
+        if kind is NodeType.PS or not node.is_critical
     ]
-    return replace(back, nodes=tuple(nodes))
+    return replace(watched.back, nodes=tuple(nodes))
 
 
 def excess_of(state: JobState, plan: SizePlan) -> str:

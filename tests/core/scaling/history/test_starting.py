@@ -123,6 +123,16 @@ def test_a_node_that_ran_out_of_memory_had_too_little() -> None:
     assert found.plan.groups[0].memory_mb == 1.2 * 5000.0
 
 
+def test_former_servers_size_the_memory_also_if_the_newest_run_reports_a_group_of_none() -> None:
+    """A client of another kind may report that."""
+    use = TypeUse(node_type=PS, cpu=1.0, memory_mb=3000.0)
+    workers, none = GroupSize(node_type=WORKER, count=4, cpu=8.0), GroupSize(node_type=PS, count=0, cpu=2.0)
+    odd = run(2, configuration=Configuration(groups=(workers, none)))
+    found = start_like(alike(job("a", run(1, servers=2, uses=(use,)), odd)))
+    assert found is not None
+    assert found.plan.groups[1] == GroupWish(node_type=PS, count=0, cpu=2.0, memory_mb=1.2 * 2 * 3000.0)
+
+
 def test_the_step_time_is_fitted_to_the_runs_of_all() -> None:
     sizes = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
     runs = [run(number, workers=number, step_time=seconds, steps=500) for number, seconds in sizes.items()]
