@@ -48,7 +48,17 @@ from dlrover.protocol.messages.fleet import (
     Strategy,
     SuspendJob,
 )
-from dlrover.protocol.messages.job import Command, FailureKind, Join, LeaveReason, PlatformId, RestartPolicy, Run, Stage
+from dlrover.protocol.messages.job import (
+    Command,
+    ExitReason,
+    FailureKind,
+    Join,
+    LeaveReason,
+    PlatformId,
+    RestartPolicy,
+    Run,
+    Stage,
+)
 from tests.core.fleet.fleet_scene import FleetScene, workers
 from tests.core.scene import failure, terms
 
@@ -351,11 +361,30 @@ class FleetLife(RuleBasedStateMachine):
         if self.is_ps:
             return all(not replicas.pending for replicas in fleet.replicas.values())
         state = scene.job.state
-        if is_all_finished(state.rendezvous):
+        have_ended = bool(fleet.replicas[NodeType.WORKER].finished) and not any(fleet.live_nodes(NodeType.WORKER))
+        if have_ended or is_all_finished(state.rendezvous):
             return any(fleet.live_nodes(NodeType.EVALUATOR))
         return state.rendezvous.is_active and any(
             isinstance(node.desired.wish, Run) for node in state.nodes.live.values()
         )
+
+
+def test_workers_that_ended_without_an_agent_leave_the_job_to_its_evaluator() -> None:
+    """Found as a counterexample to I8: the job is well, because it ends with the evaluator."""
+    life = FleetLife()
+    life.begin(
+        low=1, more=0, standby=1, budget=0, critical="", is_ps=False, has_evaluator=True, remove=True, window=0.0
+    )
+    life.everything_runs()
+    life.list_again(index=0, is_lossy=True)
+    for index in (0, 1):
+        life.show(code=None, index=index, phase=NodePhase.SUCCEEDED, reason=NodeExit.NONE)
+    life.faults_stop()
+    assert life.scene.job.end is None
+    [evaluator] = life.scene.fleet.live_nodes(NodeType.EVALUATOR)
+    life.scene.show(evaluator.id, NodePhase.SUCCEEDED)
+    assert life.scene.job.end is not None
+    assert life.scene.job.end.reason is ExitReason.COMPLETED
 
 
 TestFleetLife = FleetLife.TestCase
