@@ -40,7 +40,7 @@ def test_calls_survive_what_they_promise(lab: RayLab, start: Start):
     # A plain call whose callee dies is lost, and soon; the next one waits for the next life.
     began = time.monotonic()
     kind, text = job.ask("relay", "server", 0, "die", ())
-    assert (kind, "server-0 (incarnation 1) died" in text) == ("InstanceLost", True)
+    assert (kind, "server-0 (incarnation 1) ended" in text) == ("InstanceLost", True)
     assert time.monotonic() - began < SOON
     kind, (total, _, incarnation) = job.ask("relay", "server", 0, "add", (2, 3))
     assert (kind, total, incarnation) == ("ok", 5, 2)
