@@ -93,7 +93,7 @@ def test_a_store_that_goes_away_costs_checkpoints_but_no_training(jobs, tmp_path
     env = {**store.environ, "AWS_MAX_ATTEMPTS": "1", "DLROVER_LOG_LEVEL": "INFO"}
     job = jobs.start("dlrover-run", SCRIPT, tmp_path, "12", *saves, **env)
     # By the agent's word: the store may have the last file of a step when the answer is still on its way.
-    wait_until(lambda: "step 0 is in " in job.err or job.process.poll() is not None, explain=lambda: job.err)
+    wait_until(lambda: "step 0 was written to " in job.err or job.process.poll() is not None, explain=lambda: job.err)
     store.stop()
     (tmp_path / "go").touch()
     job.process.wait(DEADLINE)
